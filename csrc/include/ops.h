@@ -1,0 +1,33 @@
+// The C++ entry points, one per operation, named as everywhere else in the project. Each returns a
+// cudaError_t as int (0: launched). None allocates, synchronises or sets a function attribute:
+// `prepare_all` does that once per device (opt-in shared memory, module load), before any capture.
+#pragma once
+#include "params.h"
+
+namespace msl {
+int qkv_gate(const DenseParams&, const Launch&);
+int o(const DenseParams&, const Launch&);
+int pooler(const DenseParams&, const Launch&);
+int unpooler(const DenseParams&, const Launch&);
+int router_planes(const DenseParams&, const Launch&);
+int qk_norm_rope_append(const QkNormRopeAppendParams&, const Launch&);
+int attention(const AttentionParams&, const Launch&);
+int out_norm_gate(const OutNormGateParams&, const Launch&);
+int attn_boundary(const AttnBoundaryParams&, const Launch&);
+int router(const RouterParams&, const Launch&);
+int router_topk(const RouterTopkParams&, const Launch&);
+int pre_expert_norm(const PreExpertNormParams&, const Launch&);
+int w13(const ExpertGemmParams&, const Launch&);
+int w2(const ExpertGemmParams&, const Launch&);
+int combine(const CombineParams&, const Launch&);
+int ffn_boundary(const FfnBoundaryParams&, const Launch&);
+int pack_dense(const PackDenseParams&, const Launch&);
+int pack_router(const PackRouterParams&, const Launch&);
+int pack_experts(const PackExpertsParams&, const Launch&);
+
+// Per family: opt-in shared memory and one touch of every kernel, on the current device.
+int prepare_dense();
+int prepare_attention();
+int prepare_residual();
+int prepare_moe();
+}  // namespace msl

@@ -1,0 +1,1 @@
+//! One Muse Spark Open decoder layer.
