@@ -1,0 +1,123 @@
+// Launchers of the dense projections (ops.h: qkv_gate, o, pooler, unpooler, router_planes) and of their packing.
+#include "../common/launch.cuh"
+#include "../include/model.h"
+#include "../include/ops.h"
+#include "heuristics.h"
+#include "pack.cuh"
+#include "skinny.cuh"
+#include "tensor_map.h"
+#include "tiled.cuh"
+
+namespace msl {
+namespace {
+
+constexpr int kInvalid = static_cast<int>(cudaErrorInvalidValue);
+
+bool valid(const DenseParams& p) {
+  return p.tokens >= 0 && p.rows > 0 && p.rows % kTileRows == 0 && p.k > 0 && p.k % kTileK == 0 && p.splits >= 1 &&
+         p.splits <= p.k / kTileK && p.x_stride % 8 == 0 && p.out_stride >= p.rows && p.out_stride % 8 == 0 &&
+         (p.planes == 1 || (p.planes == 3 && p.tile_n == 0));
+}
+
+template <class C>
+int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger) {
+  if (p.rows % (C::kMT * kTileRows)) return kInvalid;
+  CUtensorMap map;
+  if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
+  const SkinnyArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.rows, p.k / kTileK, p.splits, p.out_stride,
+                     p.splits == 1 && !p.out_f32, late_trigger};
+  const dim3 grid(p.rows / (C::kMT * kTileRows) * p.splits, (p.tokens + C::kN - 1) / C::kN);
+  return launch(skinny_kernel<C>, grid, dim3(C::kThreads), C::kShared, l, map, a);
+}
+
+template <class C>
+int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
+  if (p.rows % (C::kRows * C::kCN)) return kInvalid;
+  CUtensorMap map;
+  if (int e = bf16_rows_map(&map, p.x, int64_t(p.k) * p.planes, p.tokens, p.x_stride, C::kTokens / C::kCN)) return e;
+  const int token_clusters = (p.tokens + C::kTokens * C::kCM - 1) / (C::kTokens * C::kCM);
+  const int row_clusters = p.rows / (C::kRows * C::kCN);
+  const TiledArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.planes, p.splits,
+                    token_clusters, row_clusters, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
+  const int64_t items = int64_t(p.splits) * token_clusters * row_clusters;
+  const int clusters = static_cast<int>(std::min<int64_t>(items, l.sm_count / C::kCluster));
+  return launch(tiled_kernel<C>, dim3(clusters * C::kCluster), dim3(C::kThreads), C::kShared, l, map, a);
+}
+
+// Calls f(config) for the instance of a shape; the list is that of kTiledShapes.
+template <class F>
+int with_tiled(const TiledShape& s, F f) {
+  if (s.cm == 1 && s.cn == 1) switch (s.r) {
+    case 1: return f(TiledConfig<1, 1, 1>{});
+    case 2: return f(TiledConfig<2, 1, 1>{});
+    case 3: return f(TiledConfig<3, 1, 1>{});
+    case 4: return f(TiledConfig<4, 1, 1>{});
+  }
+  if (s.cn == 2) switch (s.r) {
+    case 1: return f(TiledConfig<1, 1, 2>{});
+    case 2: return f(TiledConfig<2, 1, 2>{});
+    case 4: return f(TiledConfig<4, 1, 2>{});
+  }
+  if (s.cm == 2) switch (s.r) {
+    case 1: return f(TiledConfig<1, 2, 1>{});
+    case 2: return f(TiledConfig<2, 2, 1>{});
+    case 3: return f(TiledConfig<3, 2, 1>{});
+    case 4: return f(TiledConfig<4, 2, 1>{});
+  }
+  return kInvalid;
+}
+
+template <class F>
+int with_skinny(int tile_n, F f) {
+  switch (tile_n) {
+    case 8: return f(SkinnyConfig<8, 1, 1>{});
+    case 16: return f(SkinnyConfig<16, 1, 1>{});
+    case 32: return f(SkinnyConfig<32, 1, 1>{});
+    case 64: return f(SkinnyConfig<64, 1, 1>{});
+  }
+  return kInvalid;
+}
+
+int dense(const DenseParams& p, const Launch& l, int late_trigger) {
+  if (!valid(p)) return kInvalid;
+  if (p.tokens == 0) return 0;
+  if (p.tile_n != 0)
+    return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger); });
+  const int steps = p.k / kTileK * (p.planes == 3 ? kPlaneProducts : 1);
+  return with_tiled(choose_tiled(p.tokens, p.rows, steps, p.splits, l.sm_count),
+                    [&](auto c) { return launch_tiled<decltype(c)>(p, l, late_trigger); });
+}
+
+}  // namespace
+
+int qkv_gate(const DenseParams& p, const Launch& l) { return dense(p, l, 0); }
+int o(const DenseParams& p, const Launch& l) { return dense(p, l, 0); }
+// Triggers after its own wait: every later kernel may then read what the kernels before the pooler wrote.
+int pooler(const DenseParams& p, const Launch& l) { return dense(p, l, 1); }
+int unpooler(const DenseParams& p, const Launch& l) { return dense(p, l, 0); }
+int router_planes(const DenseParams& p, const Launch& l) { return p.planes == 3 ? dense(p, l, 0) : kInvalid; }
+
+int pack_dense(const PackDenseParams& p, const Launch& l) {
+  if (p.rows < 0 || p.rows % kTileRows || p.k <= 0 || p.k % kTileK) return kInvalid;
+  const int64_t chunks = int64_t(p.rows) * p.k / 8;
+  return launch(pack_dense_kernel, dim3(static_cast<unsigned>((chunks + kPackThreads - 1) / kPackThreads)), dim3(kPackThreads), 0, l,
+                static_cast<const uint4*>(p.src), static_cast<uint8_t*>(p.dst), chunks, p.k);
+}
+
+int pack_router(const PackRouterParams& p, const Launch& l) {
+  constexpr int64_t kChunks = int64_t(kExperts) * kHidden / 8;
+  return launch(pack_router_kernel, dim3(kChunks / kPackThreads), dim3(kPackThreads), 0, l, p.src,
+                static_cast<uint8_t*>(p.dst), kChunks, kHidden);
+}
+
+int prepare_dense() {
+  if (!encode_tiled()) return static_cast<int>(cudaErrorInitializationError);
+  for (int n : {8, 16, 32, 64})
+    if (int e = with_skinny(n, [](auto c) { return prepare_kernel(skinny_kernel<decltype(c)>, decltype(c)::kShared); })) return e;
+  for (const TiledShape& s : kTiledShapes)
+    if (int e = with_tiled(s, [](auto c) { return prepare_kernel(tiled_kernel<decltype(c)>, decltype(c)::kShared); })) return e;
+  if (int e = prepare_kernel(pack_dense_kernel, 0)) return e;
+  return prepare_kernel(pack_router_kernel, 0);
+}
+
+}  // namespace msl
