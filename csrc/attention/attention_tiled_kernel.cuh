@@ -1,0 +1,442 @@
+// Flash attention over the gathered FP16 tiles.
+//
+// A CTA owns one query tile of one KV head: 24 tokens x 8 query heads = 192 rows, row = 8 * token +
+// head, so that the heads of a group share every K and V tile and the causal and window edges are
+// narrow; with splits it owns one contiguous share of the tile's keys. Three consumer warpgroups take
+// 64 rows (8 tokens) each, and one producer thread streams K and V tiles of 128 keys as bulk copies
+// of their ready-made swizzled images through a ring of kStages (32 KiB each). Shared memory: the
+// ring, Q (8 KiB a warpgroup), tile headers, barriers: about 155 KiB, one CTA a multiprocessor.
+//
+// A warpgroup issues S = Q K^T of the next tile, then O += P V of the current one, and runs the
+// softmax of the next tile while the second product is under way; the warpgroups take turns at
+// issuing, so that the tensor cores always have one's products while the others exponentiate. With a
+// head dimension of 64 a tile costs as many cycles of exponentials (16 a clock) as of products, so
+// the softmax is what is kept short:
+//   * The running maximum is only a stabiliser, so it need not be the maximum. A tile's weights
+//     p = 2^(s c - m) use the m at hand ("fast"); when a sum shows that one could exceed FP16, weights,
+//     sums and O are scaled down by a power of two afterwards. No maximum is taken, and O is not
+//     touched, in all but a few tiles. That needs s c - m < 60, so that p is finite in FP32; the key
+//     norms in the tile's header and the row's query norm bound s (Cauchy-Schwarz).
+//   * Where that bound does not hold, on the first tile, and on tiles that a mask crosses, the usual
+//     online softmax runs ("exact"); rows whose keys are all masked keep m = -inf.
+//   * kPolynomial of every 8 exponentials run on the FMA pipe.
+// All of it is decided per warp (2 tokens x 8 heads) from the request's own data.
+#pragma once
+#include "../common/wgmma.cuh"
+#include "attention_tiled_gather.cuh"
+
+namespace msl {
+namespace tiled {
+
+#ifndef MSL_STAGES
+#define MSL_STAGES 4
+#endif
+#ifndef MSL_POLY
+#define MSL_POLY 2
+#endif
+#ifndef MSL_ORDER
+#define MSL_ORDER 1
+#endif
+constexpr int kStages = MSL_STAGES;
+constexpr int kPolynomial = MSL_POLY;
+constexpr bool kTakeTurns = MSL_ORDER;
+constexpr int kThreads = 128 * (kWarpgroups + 1);
+constexpr float kFastBound = 60.f;     // fast tiles: log2 of any weight is below this
+constexpr float kSumBound = 32768.f;   // a thread's sum of weights that FP16 surely holds
+
+struct Shared {
+  uint8_t ring[kStages][kImageBytes];        // K, V
+  uint8_t q[kWarpgroups][64 * kHeadDim * 2];
+  TileHeader header[kStages];
+  float q_norm[kRows];
+  uint64_t k_full[kStages], v_full[kStages], empty[kStages];
+};
+constexpr int kSharedBytes = sizeof(Shared) + 1024;  // the ring is aligned to 1024 by hand
+
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^x on the FMA pipe, x given as y = (x + 64) / 128 saturated to [0, 1]: x below -64 counts as -64,
+// which FP16 rounds to zero. 128 y = n + f with n an integer and |f| <= 1/2; 2^f by a polynomial of
+// degree 4 (relative error 4e-6); n goes into the exponent, the bias of 64 is in the coefficients.
+__device__ __forceinline__ float ex2_polynomial(float y) {
+  constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  constexpr float kBias = 5.421010862427522e-20f;  // 2^-64
+  float t = fmaf(y, 128.f, kMagic);
+  float f = fmaf(y, 128.f, kMagic - t);
+  float r = fmaf(f, 0.009618129107628477f * kBias, 0.05550410866482158f * kBias);
+  r = fmaf(f, r, 0.2402265069591007f * kBias);
+  r = fmaf(f, r, 0.6931471805599453f * kBias);
+  r = fmaf(f, r, 1.f * kBias);
+  return __uint_as_float(__float_as_uint(r) + (__float_as_uint(t) << 23));
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ void arrive_barrier(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A thread's two rows: m in log2 units, l this thread's share of the sum of weights.
+struct Rows {
+  float m[2], l[2];
+};
+
+// Online softmax of a tile, S in place to weights; the factors by which O must be multiplied are in
+// `alpha`. low and high: first and last visible column of each row (edge tiles).
+template <bool kMask>
+__device__ __forceinline__ void softmax_exact(float (&s)[64], Rows& row, float (&alpha)[2], float c, const int (&low)[2],
+                                              const int (&high)[2], const TileHeader* header) {
+  const int column = 2 * (threadIdx.x & 3);
+  if (kMask) {
+    const uint32_t* visible = header->visible;
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+      uint32_t bits = visible[j >> 2] >> (8 * (j & 3) + column);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        int k = 8 * j + column + (e & 1);
+        bool seen = k >= low[e >> 1] && k <= high[e >> 1] && ((bits >> (e & 1)) & 1);
+        s[4 * j + e] = seen ? s[4 * j + e] : -INFINITY;
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float largest = s[2 * r];
+#pragma unroll
+    for (int j = 0; j < 16; j++) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+    float m = fmaxf(row.m[r], quad_max(largest) * c);
+    float base = m == -INFINITY ? 0.f : m;
+    alpha[r] = ex2(row.m[r] - base);
+    row.m[r] = m;
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 16; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float w = ex2(fmaf(s[4 * j + 2 * r + e], c, -base));
+        s[4 * j + 2 * r + e] = w;
+        sum += w;
+      }
+    row.l[r] = fmaf(row.l[r], alpha[r], sum);
+  }
+}
+
+// Weights by the m at hand. Returns whether O must be multiplied by alpha (the same in a whole warp).
+__device__ __forceinline__ bool softmax_fast(float (&s)[64], Rows& row, float (&alpha)[2], float c) {
+  float sum[2] = {0.f, 0.f};
+  const float c128 = c * (1.f / 128);
+  float base[2], base128[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) base[r] = -row.m[r], base128[r] = fmaf(row.m[r], -1.f / 128, 0.5f);
+#pragma unroll
+  for (int j = 0; j < 16; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      float& x = s[4 * j + e];
+      const bool polynomial = kPolynomial > 0 && (j * 4 + e) % 8 < kPolynomial;
+      if (polynomial) x = ex2_polynomial(__saturatef(fmaf(x, c128, base128[e >> 1])));
+      else x = ex2(fmaf(x, c, base[e >> 1]));
+      sum[e >> 1] += x;
+    }
+  bool rescale = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kSumBound);
+  row.l[0] += sum[0];
+  row.l[1] += sum[1];
+  if (rescale) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float largest = 1.f;
+#pragma unroll
+      for (int j = 0; j < 16; j++) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      int exponent = static_cast<int>(__float_as_uint(quad_max(largest)) >> 23) - 127;
+      alpha[r] = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+      row.m[r] += static_cast<float>(exponent);
+      row.l[r] *= alpha[r];
+#pragma unroll
+      for (int j = 0; j < 16; j++) s[4 * j + 2 * r] *= alpha[r], s[4 * j + 2 * r + 1] *= alpha[r];
+    }
+  }
+  return rescale;
+}
+
+// The FP16 A operand of P V from the accumulator layout of S: they agree.
+__device__ __forceinline__ void pack_weights(const float (&s)[64], uint32_t (&w)[8][4]) {
+#pragma unroll
+  for (int k = 0; k < 8; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      __half2 h = __floats2half2_rn(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+      w[k][i] = *reinterpret_cast<uint32_t*>(&h);
+    }
+}
+
+// What a work item is; the same in every thread of the CTA.
+struct Item {
+  int request, kv_head, split;
+  int token0, tokens;         // first token of the tile in the step; valid tokens, 1..24
+  int position0;              // of the first token
+  int first_key;              // position of key 0 of tile 0 in the scratch
+  int tile_begin, tile_end;   // key tiles of this split
+};
+
+__device__ __forceinline__ bool find_item(const AttentionParams& p, const Plan& plan, Item& item) {
+  int index = blockIdx.x;
+  item.kv_head = index % kKvHeads;
+  index /= kKvHeads;
+  item.split = index % plan.splits;
+  index /= plan.splits;
+  // Backward: the last tiles of a request see the most keys and start first.
+  item.request = find_tile(p.requests, true, index, [&](int b) {
+    return (max(0, p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]) + kTokens - 1) / kTokens;
+  });
+  if (item.request < 0) return false;
+  const int begin = p.cu_seqlens_q[item.request];
+  const int queries = p.cu_seqlens_q[item.request + 1] - begin;
+  const int tile = (queries + kTokens - 1) / kTokens - 1 - index;
+  item.token0 = begin + tile * kTokens;
+  item.tokens = min(kTokens, queries - tile * kTokens);
+  item.position0 = p.cache_seqlens[item.request] - queries + tile * kTokens;
+  KeyRange range = key_range(p, plan.key_tiles, item.request);
+  item.first_key = range.first;
+  int low = p.window > 0 ? max(0, item.position0 - p.window + 1 - range.first) : 0;
+  int high = min(item.position0 + item.tokens - 1 - range.first, range.count - 1);
+  int t0 = low / kKeys, n = high >= low ? high / kKeys + 1 - t0 : 0;
+  item.tile_begin = t0 + n * item.split / plan.splits;
+  item.tile_end = t0 + n * (item.split + 1) / plan.splits;
+  return true;
+}
+
+__global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const AttentionParams p, const Plan plan) {
+  pdl_launch();
+  extern __shared__ uint8_t raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw + ((1024 - (smem_u32(raw) & 1023)) & 1023));
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  const int group = warp >> 2;  // 0..kWarpgroups - 1: consumers; then the producer
+  pdl_wait();
+  Item item;
+  if (!find_item(p, plan, item)) return;
+  const int active = (item.tokens + 7) / 8;  // warpgroups with a token
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) {
+      mbar_init(&shared.k_full[i], 1);
+      mbar_init(&shared.v_full[i], 1);
+      mbar_init(&shared.empty[i], 4 * active);
+    }
+    mbar_init_fence();
+  }
+  __syncthreads();
+  const int tiles = item.tile_end - item.tile_begin;
+
+  if (group == kWarpgroups) {
+    setmaxnreg_dec<kWarpgroups == 3 ? 32 : 24>();
+    if (warp == 4 * kWarpgroups && lane == 0) {
+      const uint8_t* images = static_cast<const uint8_t*>(p.kv_scratch);
+      const TileHeader* headers = reinterpret_cast<const TileHeader*>(images + plan.header_offset) +
+                                  static_cast<int64_t>(item.request) * plan.key_tiles + item.tile_begin;
+      images += ((static_cast<int64_t>(item.request) * kKvHeads + item.kv_head) * plan.key_tiles + item.tile_begin) *
+                kImageBytes;
+      for (int i = 0; i < tiles; i++) {
+        const int stage = i % kStages;
+        mbar_wait(&shared.empty[stage], ((i / kStages) & 1) ^ 1);
+        mbar_expect_tx(&shared.k_full[stage], kTileBytes + sizeof(TileHeader));
+        bulk_load(shared.ring[stage], images, kTileBytes, &shared.k_full[stage], kEvictNormal);
+        bulk_load(&shared.header[stage], headers + i, sizeof(TileHeader), &shared.k_full[stage], kEvictNormal);
+        mbar_expect_tx(&shared.v_full[stage], kTileBytes);
+        bulk_load(shared.ring[stage] + kTileBytes, images + kTileBytes, kTileBytes, &shared.v_full[stage], kEvictNormal);
+        images += kImageBytes;
+      }
+    }
+    return;
+  }
+
+  setmaxnreg_inc<kWarpgroups == 3 ? 160 : 240>();
+  if (group >= active) return;
+  const float c = p.softmax_scale * *p.k_scale * 1.4426950408889634f;
+
+  // Q: rows 8 * token + head of this warpgroup's 8 tokens, into the swizzled tile; tokens past the end are zeros.
+  {
+    const uint4* q = reinterpret_cast<const uint4*>(static_cast<const __half*>(p.q) +
+                                                    static_cast<int64_t>(item.token0 + 8 * group) * kQSize +
+                                                    item.kv_head * kGroup * kHeadDim);
+    const int thread = threadIdx.x & 127, chunk = thread & 7;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int r = (thread >> 3) + 16 * i, token = r >> 3;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (8 * group + token < item.tokens) v = q[token * (kQSize / 8) + (r & 7) * 8 + chunk];
+      *reinterpret_cast<uint4*>(shared.q[group] + r * 128 + ((chunk ^ (r & 7)) << 4)) = v;
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      float square = 0.f;
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        float2 f = __half22float2(*reinterpret_cast<const __half2*>(&words[w]));
+        square = fmaf(f.x, f.x, fmaf(f.y, f.y, square));
+      }
+#pragma unroll
+      for (int d = 1; d < 8; d *= 2) square += __shfl_xor_sync(~0u, square, d);
+      if (chunk == 0) shared.q_norm[64 * group + r] = sqrtf(square) * 1.0001f;
+    }
+    fence_proxy_async();
+    named_barrier(4 + group, 128);
+  }
+
+  // This warp's rows: row g of 8 belongs to token 2 (warp % 4), row g + 8 to the next one.
+  const int position = item.position0 + 8 * group + 2 * (warp & 3);
+  const int row0 = 64 * group + 16 * (warp & 3) + (lane >> 2);
+  const float reach[2] = {shared.q_norm[row0] * fabsf(c), shared.q_norm[row0 + 8] * fabsf(c)};
+  const int full_low = p.window > 0 ? position + 1 - p.window + 1 : INT_MIN;  // tiles whose key 0 is in
+  const int full_high = position - (kKeys - 1);                              // low..high need no mask
+
+  float s[64], o[32];
+  uint32_t weights[8][4];
+  Rows row{{-INFINITY, -INFINITY}, {0.f, 0.f}};
+#pragma unroll
+  for (int i = 0; i < 32; i++) o[i] = 0.f;
+  const uint64_t q_desc = desc_sw128(shared.q[group]);
+
+  auto products_s = [&](int stage) {
+    const uint64_t k = desc_sw128(shared.ring[stage]);
+    wgmma_fence_operand(s);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) wgmma_ss<kKeys, true>(s, q_desc + 2 * i, k + 2 * i, i > 0);
+    wgmma_commit();
+  };
+  auto products_o = [&](int stage) {
+    const uint64_t v = desc_sw128(shared.ring[stage] + kTileBytes);
+    wgmma_fence_operand(o);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; i++) wgmma_rs<kHeadDim, true, true>(o, weights[i], v + 128 * i, 1);
+    wgmma_commit();
+  };
+  // Softmax of tile i (in `stage`): S becomes weights. True: O must be multiplied by alpha.
+  auto softmax = [&](int i, int stage, float (&alpha)[2]) {
+    const TileHeader* header = &shared.header[stage];
+    const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
+    const float norm = header->max_norm[item.kv_head];
+    const bool full = key0 >= full_low && key0 <= full_high && header->all_visible;
+    const int low[2] = {p.window > 0 ? position - p.window + 1 - key0 : 0, p.window > 0 ? position - p.window + 2 - key0 : 0};
+    const int high[2] = {position - key0, position + 1 - key0};
+    if (full) {
+      bool bounded = fmaf(reach[0], norm, -row.m[0]) < kFastBound && fmaf(reach[1], norm, -row.m[1]) < kFastBound;
+      if (__all_sync(~0u, bounded)) return softmax_fast(s, row, alpha, c);
+      softmax_exact<false>(s, row, alpha, c, low, high, header);
+    } else {
+      softmax_exact<true>(s, row, alpha, c, low, high, header);
+    }
+    return static_cast<bool>(__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f));
+  };
+  auto take_turn = [&] {
+    if (kTakeTurns && active > 1) named_barrier(1 + group, 256);
+  };
+  auto pass_turn = [&](bool last) {
+    if (kTakeTurns && active > 1 && !(last && group == active - 1))
+      arrive_barrier(1 + (group + 1 == active ? 0 : group + 1), 256);
+  };
+
+  if (tiles > 0) {
+    float alpha[2];
+    if (kTakeTurns && active > 1 && group == active - 1) arrive_barrier(1, 256);
+    take_turn();
+    mbar_wait(&shared.k_full[0], 0);
+    products_s(0);
+    pass_turn(tiles == 1);
+    wgmma_wait<0>();
+    wgmma_fence_operand(s);
+    softmax(0, 0, alpha);
+    pack_weights(s, weights);
+    int stage = 0, phase = 0;
+#pragma unroll 1
+    for (int i = 1; i < tiles; i++) {
+      const int before = stage, phase_before = phase;
+      if (++stage == kStages) stage = 0, phase ^= 1;
+      mbar_wait(&shared.k_full[stage], phase);
+      take_turn();
+      products_s(stage);
+      mbar_wait(&shared.v_full[before], phase_before);
+      products_o(before);
+      pass_turn(i == tiles - 1);
+      wgmma_wait<1>();
+      wgmma_fence_operand(s);
+      const bool rescale = softmax(i, stage, alpha);
+      wgmma_wait<0>();
+      wgmma_fence_operand(o);
+      if (lane == 0) mbar_arrive(&shared.empty[before]);
+      if (rescale) {
+#pragma unroll
+        for (int j = 0; j < 32; j++) o[j] *= alpha[(j >> 1) & 1];
+      }
+      pack_weights(s, weights);
+    }
+    mbar_wait(&shared.v_full[stage], phase);
+    products_o(stage);
+    wgmma_wait<0>();
+    wgmma_fence_operand(o);
+  }
+
+  // Rows of a warp: tokens 2 (warp % 4) and the next; head g = lane / 4; columns 8 j + 2 (lane % 4).
+  const float v_scale = *p.v_scale;
+  auto* scratch = static_cast<uint8_t*>(p.kv_scratch);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int token = 8 * group + 2 * (warp & 3) + r;
+    const float l = quad_sum(row.l[r]);
+    if (token >= item.tokens) continue;
+    const int64_t head_row = static_cast<int64_t>(item.token0 + token) * kQHeads + item.kv_head * kGroup + (lane >> 2);
+    const int64_t part = head_row * plan.splits + item.split;
+    const bool split = plan.splits > 1;
+    float* out = split ? reinterpret_cast<float*>(scratch + plan.acc_offset) + part * kHeadDim : p.out + head_row * kHeadDim;
+    const float factor = split ? 1.f : (l == 0.f ? 0.f : v_scale / l);
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      *reinterpret_cast<float2*>(out + 8 * j + 2 * (lane & 3)) =
+          make_float2(o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor);
+    if (split && (lane & 3) == 0)
+      *reinterpret_cast<float2*>(reinterpret_cast<float*>(scratch + plan.lse_offset) + 2 * part) =
+          make_float2(row.m[r], l);
+  }
+}
+
+// Joins the splits of a row in their order: 16 threads a (token, head) row, four columns each.
+constexpr int kJoinThreads = 256;
+__global__ void __launch_bounds__(kJoinThreads) join_kernel(const AttentionParams p, const Plan plan) {
+  pdl_launch();
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kJoinThreads + threadIdx.x;
+  const int64_t row = index >> 4;
+  const int column = 4 * (index & 15);
+  pdl_wait();
+  if (row >= static_cast<int64_t>(p.tokens) * kQHeads) return;
+  const auto* scratch = static_cast<const uint8_t*>(p.kv_scratch);
+  const float* acc = reinterpret_cast<const float*>(scratch + plan.acc_offset) + row * plan.splits * kHeadDim + column;
+  const float2* lse = reinterpret_cast<const float2*>(scratch + plan.lse_offset) + row * plan.splits;
+  float m = -INFINITY;
+  for (int s = 0; s < plan.splits; s++) m = fmaxf(m, lse[s].x);
+  float sum = 0.f;
+  float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int s = 0; s < plan.splits; s++) {
+    const float2 part = lse[s];
+    if (part.y == 0.f) continue;
+    const float w = ex2(part.x - m);
+    const float4 a = *reinterpret_cast<const float4*>(acc + s * kHeadDim);
+    sum = fmaf(part.y, w, sum);
+    total.x = fmaf(a.x, w, total.x), total.y = fmaf(a.y, w, total.y);
+    total.z = fmaf(a.z, w, total.z), total.w = fmaf(a.w, w, total.w);
+  }
+  const float factor = sum == 0.f ? 0.f : *p.v_scale / sum;
+  *reinterpret_cast<float4*>(p.out + row * kHeadDim + column) =
+      make_float4(total.x * factor, total.y * factor, total.z * factor, total.w * factor);
+}
+
+}  // namespace tiled
+}  // namespace msl
