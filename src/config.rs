@@ -192,6 +192,17 @@ impl LayerConfig {
         (self.head_dim as f64).powf(-0.5) as f32
     }
 
+    /// RoPE frequencies `[head_dim / 2]`: `1 / theta^(2i / head_dim)`, the power and the quotient each
+    /// rounded to FP32, as the reference has them. Angles are FP32 `position * inv_freq`.
+    pub fn inv_freq(&self) -> Vec<f32> {
+        (0..self.head_dim / 2)
+            .map(|i| {
+                let exponent = (2 * i) as f32 / self.head_dim as f32;
+                1.0 / self.rope_theta.powf(f64::from(exponent)) as f32
+            })
+            .collect()
+    }
+
     /// Ranks of expert parallelism: `n_experts / local_experts`.
     pub fn ranks(&self) -> usize {
         self.n_experts / self.local_experts

@@ -1,0 +1,172 @@
+//! A layer's weights: host arrays, device memory or a safetensors file, by the reference's names.
+//!
+//! [`LayerWeights`] is a checked set of named tensors, wherever they lie. Backends make their own form of
+//! it once, in [`DecoderLayer::new`](crate::DecoderLayer::new): the CUDA backend repacks on the device
+//! (`device.rs`), after which the originals may go.
+
+#[cfg(feature = "cuda")]
+pub(crate) mod device;
+pub mod names;
+pub mod nvfp4;
+pub mod safetensors;
+
+use crate::config::LayerConfig;
+use crate::error::{Error, Result};
+use crate::tensor::{DType, DeviceTensor, NamedTensors};
+use std::collections::BTreeMap;
+
+pub use self::safetensors::SafetensorsFile;
+
+/// Where the tensors lie.
+#[derive(Clone, Debug)]
+pub(crate) enum Source<'a> {
+    Host(NamedTensors<'a>),
+    Device(BTreeMap<String, DeviceTensor>),
+}
+
+/// One layer's weights, names, shapes and types checked.
+#[derive(Clone, Debug)]
+pub struct LayerWeights<'a> {
+    pub(crate) source: Source<'a>,
+}
+
+impl<'a> LayerWeights<'a> {
+    /// Host arrays. Also checks that no NVFP4 block scale is NaN.
+    pub fn from_host(config: &LayerConfig, tensors: NamedTensors<'a>) -> Result<LayerWeights<'a>> {
+        config.validate()?;
+        check(config, tensors.0.keys(), |name| tensors.0.get(name).map(|t| (t.dtype(), t.shape.as_slice())))?;
+        for name in ["w13_sf", "w2_sf"] {
+            if let Some(t) = tensors.0.get(name) {
+                nvfp4::check_scales(name, t.bytes())?;
+            }
+        }
+        Ok(LayerWeights { source: Source::Host(tensors) })
+    }
+
+    /// Device memory, contiguous and 16-byte aligned. It is read in `DecoderLayer::new` only. (That the
+    /// memory is the right device's, and that block scales are not NaN, is checked there.)
+    pub fn from_device(
+        config: &LayerConfig,
+        tensors: impl IntoIterator<Item = (String, DeviceTensor)>,
+    ) -> Result<LayerWeights<'static>> {
+        config.validate()?;
+        let tensors: BTreeMap<String, DeviceTensor> = tensors.into_iter().collect();
+        check(config, tensors.keys(), |name| tensors.get(name).map(|t| (t.dtype(), t.shape())))?;
+        for (name, t) in &tensors {
+            t.expect_contiguous(name, t.dtype(), t.shape(), 16)?;
+        }
+        Ok(LayerWeights { source: Source::Device(tensors) })
+    }
+
+    /// The host tensors, if that is what they are.
+    pub fn host(&self) -> Option<&NamedTensors<'a>> {
+        match &self.source {
+            Source::Host(tensors) => Some(tensors),
+            Source::Device(_) => None,
+        }
+    }
+
+    /// Whether the layer has a next layer's norm (and so gives `hidden`).
+    pub fn has_next_norm(&self) -> bool {
+        const NAME: &str = "next_pre_attn_norm";
+        match &self.source {
+            Source::Host(t) => t.contains(NAME),
+            Source::Device(t) => t.contains_key(NAME),
+        }
+    }
+}
+
+/// Every tensor that is needed is there with a shape and a type that are taken, and no other is.
+fn check<'t>(
+    config: &LayerConfig,
+    given: impl Iterator<Item = &'t String>,
+    get: impl Fn(&str) -> Option<(DType, &'t [usize])>,
+) -> Result<()> {
+    let specs = names::specs(config);
+    for spec in &specs {
+        let Some((dtype, shape)) = get(spec.name) else {
+            if spec.optional {
+                continue;
+            }
+            return Err(Error::Missing { tensor: spec.name.into() });
+        };
+        let tensor = || spec.name.to_string();
+        if !spec.dtypes.contains(&dtype) {
+            return Err(Error::DType { tensor: tensor(), wanted: spec.dtypes[0], got: dtype });
+        }
+        if !spec.shapes.iter().any(|s| s == shape) {
+            return Err(Error::Shape { tensor: tensor(), wanted: spec.shapes[0].clone(), got: shape.to_vec() });
+        }
+    }
+    for name in given {
+        if !specs.iter().any(|s| s.name == name) {
+            let known: Vec<&str> = specs.iter().map(|s| s.name).collect();
+            return Err(Error::Value {
+                what: "weights".into(),
+                wanted: format!("only {}", known.join(", ")),
+                got: format!("an unknown tensor `{name}`"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Vectors derived from the weights, in FP32 as the reference computes them.
+pub mod derived {
+    use crate::config::LayerConfig;
+
+    fn sigmoid(x: f32) -> f32 {
+        1.0 / (1.0 + (-x).exp())
+    }
+
+    /// `(alpha, beta)` of a residual boundary: `new = alpha * stream + beta * branch`.
+    pub fn residual_coefficients(config: &LayerConfig, gate: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        gate.iter()
+            .map(|&g| {
+                let w = g / config.residual_temperature;
+                let beta = sigmoid(w);
+                let alpha = (sigmoid(-w) * (1.0 + beta)).max(config.residual_gate_eps).sqrt();
+                (alpha, beta)
+            })
+            .unzip()
+    }
+
+    /// `1 + w`.
+    pub fn one_plus(weight: &[f32]) -> Vec<f32> {
+        weight.iter().map(|&w| 1.0 + w).collect()
+    }
+
+    /// `1 / theta^(2 i / head_dim)` in FP32, each step rounded as the reference rounds it.
+    pub fn inv_freq(config: &LayerConfig) -> Vec<f32> {
+        (0..config.head_dim / 2)
+            .map(|i| {
+                let exponent = (2 * i) as f32 / config.head_dim as f32;
+                1.0 / (config.rope_theta.powf(exponent as f64) as f32)
+            })
+            .collect()
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn residual_coefficients_keep_the_norm() {
+            let config = LayerConfig::muse_spark_tp8();
+            let (alpha, beta) = residual_coefficients(&config, &[0.0, -1.0, 0.5, 9.0]);
+            assert_eq!((alpha[0], beta[0]), (0.75f32.sqrt(), 0.5));
+            for (a, b) in alpha.iter().zip(&beta).take(3) {
+                assert!((a * a + b * b - 1.0).abs() < 1e-6, "alpha^2 = (1 - beta)(1 + beta)");
+            }
+            assert_eq!(alpha[3], 1e-3f32.sqrt(), "the radicand is clamped");
+        }
+
+        #[test]
+        fn inv_freq_falls_from_one() {
+            let f = inv_freq(&LayerConfig::muse_spark_tp8());
+            assert_eq!((f.len(), f[0]), (32, 1.0));
+            assert!(f.windows(2).all(|w| w[1] < w[0]));
+            assert!((f[31] as f64 * 500_000f64.powf(62.0 / 64.0) - 1.0).abs() < 1e-6);
+        }
+    }
+}
