@@ -1,0 +1,88 @@
+// Sizes and offsets of params.h as this compiler has them; src/backend/cuda/params.rs is tested against it.
+#include <sstream>
+
+#include "bridge/bridge.h"
+
+#define BEGIN(Struct) text << #Struct " " << sizeof(Struct) << "\n"
+#define FIELD(Struct, field) \
+  text << #Struct "." #field " " << offsetof(Struct, field) << " " << sizeof(Struct::field) << "\n"
+
+namespace msl::bridge {
+rust::String layouts() {
+  std::ostringstream text;
+  BEGIN(Launch);
+  FIELD(Launch, stream); FIELD(Launch, sm_count); FIELD(Launch, dependent);
+  BEGIN(DenseParams);
+  FIELD(DenseParams, weight); FIELD(DenseParams, x); FIELD(DenseParams, out); FIELD(DenseParams, tokens);
+  FIELD(DenseParams, rows); FIELD(DenseParams, k); FIELD(DenseParams, x_stride); FIELD(DenseParams, out_stride);
+  FIELD(DenseParams, splits); FIELD(DenseParams, out_f32); FIELD(DenseParams, tile_n); FIELD(DenseParams, planes);
+  BEGIN(QkNormRopeAppendParams);
+  FIELD(QkNormRopeAppendParams, qkv); FIELD(QkNormRopeAppendParams, positions);
+  FIELD(QkNormRopeAppendParams, cache_loc); FIELD(QkNormRopeAppendParams, k_scale);
+  FIELD(QkNormRopeAppendParams, v_scale); FIELD(QkNormRopeAppendParams, inv_freq);
+  FIELD(QkNormRopeAppendParams, k_cache); FIELD(QkNormRopeAppendParams, v_cache); FIELD(QkNormRopeAppendParams, q);
+  FIELD(QkNormRopeAppendParams, gate); FIELD(QkNormRopeAppendParams, cache_rows);
+  FIELD(QkNormRopeAppendParams, tokens); FIELD(QkNormRopeAppendParams, splits);
+  FIELD(QkNormRopeAppendParams, e4m3_query); FIELD(QkNormRopeAppendParams, skip_slot_zero);
+  BEGIN(AttentionParams);
+  FIELD(AttentionParams, q); FIELD(AttentionParams, k_cache); FIELD(AttentionParams, v_cache);
+  FIELD(AttentionParams, page_table); FIELD(AttentionParams, cache_seqlens); FIELD(AttentionParams, cu_seqlens_q);
+  FIELD(AttentionParams, k_scale); FIELD(AttentionParams, v_scale); FIELD(AttentionParams, acc);
+  FIELD(AttentionParams, lse); FIELD(AttentionParams, out); FIELD(AttentionParams, kv_scratch);
+  FIELD(AttentionParams, kv_scratch_bytes); FIELD(AttentionParams, pages); FIELD(AttentionParams, table_stride);
+  FIELD(AttentionParams, table_width); FIELD(AttentionParams, page_log2); FIELD(AttentionParams, tokens);
+  FIELD(AttentionParams, requests); FIELD(AttentionParams, max_q_len); FIELD(AttentionParams, window);
+  FIELD(AttentionParams, splits); FIELD(AttentionParams, tiled); FIELD(AttentionParams, softmax_scale);
+  BEGIN(OutNormGateParams);
+  FIELD(OutNormGateParams, acc); FIELD(OutNormGateParams, lse); FIELD(OutNormGateParams, tiled_out);
+  FIELD(OutNormGateParams, gate); FIELD(OutNormGateParams, v_scale); FIELD(OutNormGateParams, out);
+  FIELD(OutNormGateParams, attn_core); FIELD(OutNormGateParams, tokens); FIELD(OutNormGateParams, splits);
+  BEGIN(AttnBoundaryParams);
+  FIELD(AttnBoundaryParams, stream); FIELD(AttnBoundaryParams, branch); FIELD(AttnBoundaryParams, alpha);
+  FIELD(AttnBoundaryParams, beta); FIELD(AttnBoundaryParams, norm_weight); FIELD(AttnBoundaryParams, stream_out);
+  FIELD(AttnBoundaryParams, ffn_input); FIELD(AttnBoundaryParams, tokens);
+  BEGIN(RouterParams);
+  FIELD(RouterParams, weight); FIELD(RouterParams, ffn_input); FIELD(RouterParams, logits);
+  FIELD(RouterParams, tokens); FIELD(RouterParams, splits);
+  BEGIN(RouterTopkParams);
+  FIELD(RouterTopkParams, logits); FIELD(RouterTopkParams, bias); FIELD(RouterTopkParams, local_start);
+  FIELD(RouterTopkParams, topk_ids); FIELD(RouterTopkParams, topk_scores); FIELD(RouterTopkParams, router_logits);
+  FIELD(RouterTopkParams, expert_offsets); FIELD(RouterTopkParams, route_token);
+  FIELD(RouterTopkParams, token_route); FIELD(RouterTopkParams, block_counts); FIELD(RouterTopkParams, counters);
+  FIELD(RouterTopkParams, num_tokens_non_padded); FIELD(RouterTopkParams, tokens); FIELD(RouterTopkParams, splits);
+  BEGIN(PreExpertNormParams);
+  FIELD(PreExpertNormParams, pooled); FIELD(PreExpertNormParams, norm_weight);
+  FIELD(PreExpertNormParams, token_route); FIELD(PreExpertNormParams, x); FIELD(PreExpertNormParams, expert_input);
+  FIELD(PreExpertNormParams, tokens); FIELD(PreExpertNormParams, splits); FIELD(PreExpertNormParams, route_begin);
+  FIELD(PreExpertNormParams, route_bound);
+  BEGIN(ExpertGemmParams);
+  FIELD(ExpertGemmParams, weight); FIELD(ExpertGemmParams, scale); FIELD(ExpertGemmParams, x);
+  FIELD(ExpertGemmParams, out); FIELD(ExpertGemmParams, expert_offsets); FIELD(ExpertGemmParams, swiglu);
+  FIELD(ExpertGemmParams, weight_kind); FIELD(ExpertGemmParams, splits); FIELD(ExpertGemmParams, few);
+  FIELD(ExpertGemmParams, route_begin); FIELD(ExpertGemmParams, route_bound);
+  FIELD(ExpertGemmParams, max_routes_per_expert);
+  BEGIN(CombineParams);
+  FIELD(CombineParams, y); FIELD(CombineParams, norm_weight); FIELD(CombineParams, topk_scores);
+  FIELD(CombineParams, token_route); FIELD(CombineParams, accumulate); FIELD(CombineParams, moe_mix);
+  FIELD(CombineParams, y_f32); FIELD(CombineParams, tokens); FIELD(CombineParams, splits);
+  FIELD(CombineParams, route_begin); FIELD(CombineParams, route_bound); FIELD(CombineParams, first_pass);
+  FIELD(CombineParams, last_pass);
+  BEGIN(FfnBoundaryParams);
+  FIELD(FfnBoundaryParams, stream); FIELD(FfnBoundaryParams, branch); FIELD(FfnBoundaryParams, alpha);
+  FIELD(FfnBoundaryParams, beta); FIELD(FfnBoundaryParams, post_norm_weight);
+  FIELD(FfnBoundaryParams, next_norm_weight); FIELD(FfnBoundaryParams, stream_out); FIELD(FfnBoundaryParams, hidden);
+  FIELD(FfnBoundaryParams, ffn_out); FIELD(FfnBoundaryParams, tokens); FIELD(FfnBoundaryParams, splits);
+  FIELD(FfnBoundaryParams, branch_f32); FIELD(FfnBoundaryParams, column_begin); FIELD(FfnBoundaryParams, columns);
+  BEGIN(PackDenseParams);
+  FIELD(PackDenseParams, src); FIELD(PackDenseParams, dst); FIELD(PackDenseParams, rows); FIELD(PackDenseParams, k);
+  BEGIN(PackRouterParams);
+  FIELD(PackRouterParams, src); FIELD(PackRouterParams, dst);
+  BEGIN(PackExpertsParams);
+  FIELD(PackExpertsParams, codes); FIELD(PackExpertsParams, block_scale); FIELD(PackExpertsParams, global_scale);
+  FIELD(PackExpertsParams, dst); FIELD(PackExpertsParams, scale); FIELD(PackExpertsParams, bad_scale);
+  FIELD(PackExpertsParams, experts); FIELD(PackExpertsParams, rows); FIELD(PackExpertsParams, k);
+  FIELD(PackExpertsParams, swiglu); FIELD(PackExpertsParams, weight_kind);
+  FIELD(PackExpertsParams, scales_per_expert);
+  return text.str();
+}
+}  // namespace msl::bridge
