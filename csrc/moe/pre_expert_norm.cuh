@@ -1,0 +1,85 @@
+// pre_expert_norm: x = rms(sum of the pooler's splits, 1e-5) (1 + w), BF16, once for each local route of the
+// token, at the route's sorted place and in the experts' k order (moe/nvfp4_layout.h).
+//
+// 512 threads own a token, 8 columns each: one CTA, or with few tokens a cluster of 4 CTAs of 128, since the
+// splits of a token are many bytes for one SM. In a group of 64 columns, the 16 bytes at positions 8 m .. 8 m + 7
+// hold the natural columns 2 m + 16 c, 2 m + 16 c + 1 of c = 0 .. 3: a thread loads four pairs (eight neighbours
+// read 64 contiguous bytes) and stores 16 bytes, 128 contiguous ones with its neighbours. Norm weights are in
+// registers before pdl_wait(); with many tokens a CTA walks over them and keeps the weights.
+#pragma once
+#include "../common/launch.cuh"
+#include "../common/reduce.cuh"
+#include "../include/model.h"
+
+namespace msl {
+
+constexpr int kPreNormThreads = 512;  // of a token
+
+template <int kCtas>
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads / kCtas)
+    pre_expert_norm_kernel(const PreExpertNormParams p) {
+  constexpr int kThreads = kPreNormThreads / kCtas;
+  __shared__ ClusterSum<kCtas, kThreads, 2> cluster;
+  pdl_launch();
+  cluster.begin();
+  const int thread = (kCtas > 1 ? cluster_rank() : 0) * kThreads + threadIdx.x;
+  const int column = thread / 8 * 64 + thread % 8 * 2;  // the first of four pairs, 16 apart
+  float2 w[4];
+#pragma unroll
+  for (int c = 0; c < 4; c++) w[c] = *reinterpret_cast<const float2*>(p.norm_weight + column + 16 * c);
+  cluster.ready();
+  pdl_wait();
+
+  const int64_t stride = int64_t(p.tokens) * kExpertDim;
+  int round = 0;
+  for (int token = blockIdx.x / kCtas; token < p.tokens; token += gridDim.x / kCtas) {
+    const int4* routes = reinterpret_cast<const int4*>(p.token_route + int64_t(token) * kTopK);
+    const int4 r0 = __ldcg(routes), r1 = __ldcg(routes + 1);
+    const uint32_t route[kTopK] = {uint32_t(r0.x), uint32_t(r0.y), uint32_t(r0.z), uint32_t(r0.w),
+                                   uint32_t(r1.x), uint32_t(r1.y), uint32_t(r1.z), uint32_t(r1.w)};
+    // A route of this pass has 0 <= route - begin < bound; -1 (not local) wraps far above.
+    bool any = p.expert_input != nullptr;
+#pragma unroll
+    for (int s = 0; s < kTopK; s++)
+      any |= int32_t(route[s]) >= 0 && route[s] - uint32_t(p.route_begin) < uint32_t(p.route_bound);
+    const float* pooled = p.pooled + int64_t(token) * kExpertDim + column;
+    if (kCtas == 1 && !any) continue;  // many tokens: no bytes for nothing
+
+    float2 x[4];
+    float square = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 4; c++) x[c] = __ldcg(reinterpret_cast<const float2*>(pooled + 16 * c));
+    for (int s = 1; s < p.splits; s++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const float2 v = __ldcg(reinterpret_cast<const float2*>(pooled + s * stride + 16 * c));
+        x[c] = make_float2(x[c].x + v.x, x[c].y + v.y);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) square += x[c].x * x[c].x + x[c].y * x[c].y;
+    if (kCtas > 1 && !any) return;  // few tokens: the test did not hold up the loads; all CTAs leave alike
+    const float4 sums = cluster.sum(kCtas > 1 ? 0 : round, make_float4(square, 0.0f, 0.0f, 0.0f));
+    round ^= 1;
+    const float r = rsqrtf(sums.x * (1.0f / kExpertDim) + kRmsEps);
+    uint4 packed;
+    uint32_t* word = reinterpret_cast<uint32_t*>(&packed);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      x[c] = make_float2(x[c].x * r * w[c].x, x[c].y * r * w[c].y);
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[c].x, x[c].y);
+      word[c] = reinterpret_cast<const uint32_t&>(pair);
+      if (p.expert_input != nullptr)
+        *reinterpret_cast<float2*>(p.expert_input + int64_t(token) * kExpertDim + column + 16 * c) = x[c];
+    }
+#pragma unroll
+    for (int s = 0; s < kTopK; s++) {
+      const uint32_t place = route[s] - uint32_t(p.route_begin);
+      if (int32_t(route[s]) >= 0 && place < uint32_t(p.route_bound))
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.x) + int64_t(place) * kExpertDim + thread * 8) = packed;
+    }
+    if (kCtas > 1) return;  // one token a cluster
+  }
+}
+
+}  // namespace msl
