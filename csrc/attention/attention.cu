@@ -2,12 +2,9 @@
 #include "attention.h"
 
 #include "attention_split.cuh"
+#include "attention_tiled.h"
 #include "out_norm_gate.cuh"
 #include "qk_norm_rope_append.cuh"
-#if __has_include("attention_tiled.h")
-#include "attention_tiled.h"
-#define MSL_ATTENTION_TILED 1
-#endif
 
 namespace msl {
 
@@ -15,9 +12,7 @@ int qk_norm_rope_append(const QkNormRopeAppendParams& p, const Launch& l) { retu
 
 int attention(const AttentionParams& p, const Launch& l) {
   if (p.tokens <= 0 || p.requests <= 0) return 0;
-#ifdef MSL_ATTENTION_TILED
   if (p.tiled) return attention_tiled(p, l);
-#endif
   return launch_attention_split(p, l);
 }
 
@@ -27,9 +22,7 @@ int prepare_attention() {
   int e = prepare_kernel(qk_norm_rope_append_kernel, 0);
   if (!e) e = prepare_attention_split();
   if (!e) e = prepare_out_norm_gate();
-#ifdef MSL_ATTENTION_TILED
   if (!e) e = prepare_attention_tiled();
-#endif
   return e;
 }
 

@@ -28,19 +28,28 @@
 #include "../common/ptx.cuh"
 #include "../include/model.h"
 #include "attention.h"
+#include "attention_split_math.cuh"
 
 namespace msl {
 
 template <int kTokens_>
 struct SplitConfig {
   static constexpr int kTokens = kTokens_;                  // queries a tile: 1 or 8
-  static constexpr int kWarps = 8;
+#ifndef VG
+#define VG 2
+#define VS 6
+#define VM 1
+#endif
+#ifndef DW
+#define DW 8
+#define DS 3
+#endif
   static constexpr int kGroupWarps = kTokens == 1 ? 1 : 4;
+  static constexpr int kWarps = kTokens == 1 ? DW : VG * 4;
   static constexpr int kGroups = kWarps / kGroupWarps;
   static constexpr int kChunk = kTokens == 1 ? 16 : 32;     // keys a group handles at a time
-  static constexpr int kStages = kTokens == 1 ? 3 : 6;
-  static constexpr int kMTiles = kTokens == 1 ? 1 : 2;      // m16 tiles of queries a warp
-  static constexpr int kNTiles = 2 * kMTiles;               // 8-query columns of O^T a warp
+  static constexpr int kStages = kTokens == 1 ? DS : VS;
+  static constexpr int kColumnTiles = kTokens == 1 ? 2 : 4; // tiles of 8 queries (one token, one KV head) a warp
   static constexpr int kRows = kTokens * kQHeads;           // queries x heads a CTA
   static constexpr int kUnit = kGroups * kChunk;            // splits are multiples of this
   static constexpr int kStageBytes = kChunk * kKvSize * 2;
@@ -48,40 +57,12 @@ struct SplitConfig {
   static constexpr int kOutStride = kHeadDim + 4;           // floats between rows in the join
   static constexpr int kJoinBytes = kGroups * kRows * (kOutStride + 2) * 4;
   static constexpr int kSharedBytes = (kRingBytes > kJoinBytes ? kRingBytes : kJoinBytes) + kGroups * kStages * 4;
-  static constexpr int kMinCtas = kTokens == 1 ? 2 : 1;
+  static constexpr int kMinCtas = kTokens == 1 ? 2 : VM;
 };
 
-__device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                        uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// 2^x; results below 2^-126 are zero.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-// Bytes 0, 1 (kHigh: 2, 3) of a word of E4M3 as two halves, exact.
-template <bool kHigh>
-__device__ __forceinline__ uint32_t e4m3_to_half2(uint32_t w) {
-  uint32_t r;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(static_cast<uint16_t>(kHigh ? w >> 16 : w)));
-  return r;
-}
-__device__ __forceinline__ uint32_t half2_bits(float lo, float hi) {
-  const __half2 h = __floats2half2_rn(lo, hi);
-  return *reinterpret_cast<const uint32_t*>(&h);
-}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-
-// Where the 16-byte piece `piece` of row `key` stands in a chunk: K so that 8 lanes reading one 64-byte
-// half of two keys, V so that 16 lanes reading 32 bytes of four even or odd keys, meet no bank twice.
-__device__ __forceinline__ int k_offset(int key, int piece) { return key * 128 + ((piece ^ ((key & 1) << 2)) << 4); }
-__device__ __forceinline__ int v_offset(int key, int piece) { return key * 128 + ((piece ^ (key & 6)) << 4); }
 
 // The keys of one CTA.
 struct SplitRange {
@@ -200,35 +181,30 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinCtas) attention_split_k
   int next_id = ids[kAhead];
   if (!waited) pdl_wait();
 
-  // --- queries: A fragments, MMA k index (step s; 2 c, 2 c + 1, 2 c + 8, 2 c + 9) <-> 16 c + 4 s + 0..3
-  constexpr int kQ = C::kTokens == 1 ? 2 : C::kMTiles * 2;  // rows of q a lane holds
-  const int kv_head = C::kTokens == 1 ? 0 : member >> 1;    // decode: both
+  // --- queries: fragment registers, MMA k index (step s; 2 c, 2 c + 1, 2 c + 8, 2 c + 9) <-> 16 c + 4 s + 0..3
+  WarpState<C::kColumnTiles, C::kColumnTiles> w;
+  const int kv_head = C::kTokens == 1 ? 0 : member >> 1;  // decode: both
   const int first_tile_token = C::kTokens == 1 ? 0 : (member & 1) * 4;
-  uint32_t q[kQ][8];
 #pragma unroll
-  for (int i = 0; i < kQ; i++) {
+  for (int i = 0; i < C::kColumnTiles; i++) {
     const int token = C::kTokens == 1 ? 0 : first_tile_token + i;
-    const int head = C::kTokens == 1 ? i * kGroup + g : kv_head * kGroup + g;
+    const int head = (C::kTokens == 1 ? i : kv_head) * kGroup + g;
     const bool live = token < range.tokens;
-    const uint4* src = reinterpret_cast<const uint4*>(
-        static_cast<const __half*>(p.q) + (static_cast<int64_t>(range.first_token + (live ? token : 0)) * kQHeads + head) * kHeadDim +
-        c * 16);
+    const int64_t row = static_cast<int64_t>(range.first_token + (live ? token : 0)) * kQHeads + head;
+    const uint4* src = reinterpret_cast<const uint4*>(static_cast<const __half*>(p.q) + row * kHeadDim + c * 16);
     const uint4 lo = live ? __ldcg(src) : make_uint4(0, 0, 0, 0), hi = live ? __ldcg(src + 1) : make_uint4(0, 0, 0, 0);
-    q[i][0] = lo.x, q[i][1] = lo.y, q[i][2] = lo.z, q[i][3] = lo.w;
-    q[i][4] = hi.x, q[i][5] = hi.y, q[i][6] = hi.z, q[i][7] = hi.w;
+    w.q[i][0] = lo.x, w.q[i][1] = lo.y, w.q[i][2] = lo.z, w.q[i][3] = lo.w;
+    w.q[i][4] = hi.x, w.q[i][5] = hi.y, w.q[i][6] = hi.z, w.q[i][7] = hi.w;
   }
   const float scale = p.softmax_scale * __ldcg(p.k_scale) * 1.4426950408889634f;
-
-  float o[C::kNTiles][4][4];
 #pragma unroll
-  for (int n = 0; n < C::kNTiles; n++)
+  for (int n = 0; n < C::kColumnTiles; n++)
 #pragma unroll
     for (int t = 0; t < 4; t++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) o[n][t][e] = 0.0f;
-  float ref[C::kNTiles], sum[C::kNTiles];  // of row g of each 8-query tile; `sum` is this lane's share
+      for (int e = 0; e < 4; e++) w.o[n][t][e] = 0.0f;
 #pragma unroll
-  for (int n = 0; n < C::kNTiles; n++) ref[n] = -INFINITY, sum[n] = 0.0f;
+  for (int r = 0; r < 4; r++) w.minus_ref[r] = INFINITY, w.sum[r] = 0.0f;
 
   // --- chunks --------------------------------------------------------------------------------------
   for (int i = 0; i < mine; i++) {
@@ -238,154 +214,49 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinCtas) attention_split_k
     cp_async_commit();
     next_id = fetch_id(i + kAhead + 1);
 
-    const int stage = i % C::kStages, key0 = chunk_key(i);
+    const int stage = i % C::kStages;
     const char* k_tile = ring + stage * C::kStageBytes;
     const char* v_tile = k_tile + C::kChunk * kKvSize;
-
-    constexpr int kKeyTiles = C::kChunk / 8;
-    float s[C::kMTiles][kKeyTiles][4];
-#pragma unroll
-    for (int kt = 0; kt < kKeyTiles; kt++) {
-#pragma unroll
-      for (int m = 0; m < C::kMTiles; m++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[m][kt][e] = 0.0f;
-      const int key = kt * 8 + g;
-#pragma unroll
-      for (int h = 0; h < (C::kTokens == 1 ? 2 : 1); h++) {
-        const uint4 w4 = *reinterpret_cast<const uint4*>(k_tile + k_offset(key, (C::kTokens == 1 ? h : kv_head) * 4 + c));
-        const uint32_t w[4] = {w4.x, w4.y, w4.z, w4.w};
-#pragma unroll
-        for (int st = 0; st < 4; st++) {
-          const uint32_t b0 = e4m3_to_half2<false>(w[st]), b1 = e4m3_to_half2<true>(w[st]);
-          if constexpr (C::kTokens == 1) {
-            if (h == 0) mma_f16(s[0][kt], q[0][2 * st], 0u, q[0][2 * st + 1], 0u, b0, b1);
-            else mma_f16(s[0][kt], 0u, q[1][2 * st], 0u, q[1][2 * st + 1], b0, b1);
-          } else {
-#pragma unroll
-            for (int m = 0; m < C::kMTiles; m++)
-              mma_f16(s[m][kt], q[2 * m][2 * st], q[2 * m + 1][2 * st], q[2 * m][2 * st + 1], q[2 * m + 1][2 * st + 1], b0, b1);
-          }
-        }
-      }
-    }
-
-    // Masks, only where a chunk needs them.
-    const uint32_t mask = valid[stage];
-    const int last_pos = range.first_pos + range.tokens - 1;
-    const bool clean = mask == (C::kChunk == 32 ? ~0u : 0xffffu) && key0 + C::kChunk - 1 <= range.first_pos &&
-                       (p.window == 0 || key0 > last_pos - p.window);
-    if (!clean) {
-#pragma unroll
-      for (int n = 0; n < C::kNTiles; n++) {
-        const int pos = range.first_pos + (C::kTokens == 1 ? 0 : first_tile_token + n);
-        const int oldest = p.window > 0 ? pos - p.window : -1;
-#pragma unroll
-        for (int kt = 0; kt < kKeyTiles; kt++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const int at = kt * 8 + 2 * c + e, key = key0 + at;
-            if (!((mask >> at) & 1) || key > pos || key <= oldest) s[n / 2][kt][(n & 1) * 2 + e] = -INFINITY;
-          }
-      }
-    }
-
-    // Move the reference points if some score is far above one.
-    float high[C::kNTiles];
-    bool move = false;
-#pragma unroll
-    for (int n = 0; n < C::kNTiles; n++) {
-      high[n] = -INFINITY;
-#pragma unroll
-      for (int kt = 0; kt < kKeyTiles; kt++)
-        high[n] = fmaxf(high[n], fmaxf(s[n / 2][kt][(n & 1) * 2], s[n / 2][kt][(n & 1) * 2 + 1]));
-      high[n] *= scale;
-      move |= high[n] > ref[n] + 14.0f;
-    }
-    if (__any_sync(~0u, move)) {
-#pragma unroll
-      for (int n = 0; n < C::kNTiles; n++) {
-        float h = fmaxf(high[n], __shfl_xor_sync(~0u, high[n], 1));
-        h = fmaxf(h, __shfl_xor_sync(~0u, h, 2));
-        const float to = fmaxf(ref[n], h - 8.0f);
-        const float factor = ref[n] == -INFINITY ? 0.0f : exp2_approx(ref[n] - to);
-        ref[n] = to;
-        sum[n] *= factor;
-        const float f0 = __shfl_sync(~0u, factor, 8 * c), f1 = __shfl_sync(~0u, factor, 8 * c + 4);
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-          o[n][t][0] *= f0, o[n][t][1] *= f1;
-          o[n][t][2] *= f0, o[n][t][3] *= f1;
-        }
-      }
-    }
-    uint32_t prob[C::kNTiles][kKeyTiles];
-#pragma unroll
-    for (int n = 0; n < C::kNTiles; n++) {
-      const float at = ref[n] == -INFINITY ? 0.0f : ref[n];
-#pragma unroll
-      for (int kt = 0; kt < kKeyTiles; kt++) {
-        const float p0 = exp2_approx(fmaf(s[n / 2][kt][(n & 1) * 2], scale, -at));
-        const float p1 = exp2_approx(fmaf(s[n / 2][kt][(n & 1) * 2 + 1], scale, -at));
-        sum[n] += p0 + p1;
-        prob[n][kt] = half2_bits(p0, p1);
-      }
-    }
-
-    // O^T: m-tile t holds d = 8 g + 2 t (rows 0-7) and 8 g + 2 t + 1 (rows 8-15).
-#pragma unroll
-    for (int kk = 0; kk < C::kChunk / 16; kk++) {
-#pragma unroll
-      for (int h = 0; h < (C::kTokens == 1 ? 2 : 1); h++) {
-        uint2 x[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int key = kk * 16 + 2 * c + (j & 1) + (j >> 1) * 8;
-          x[j] = *reinterpret_cast<const uint2*>(v_tile + v_offset(key, (C::kTokens == 1 ? h : kv_head) * 4 + (g >> 1)) +
-                                                 (g & 1) * 8);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint32_t x0 = half ? x[0].y : x[0].x, x1 = half ? x[1].y : x[1].x;
-          const uint32_t x2 = half ? x[2].y : x[2].x, x3 = half ? x[3].y : x[3].x;
-#pragma unroll
-          for (int odd = 0; odd < 2; odd++) {
-            const uint32_t lo = __byte_perm(x0, x1, odd ? 0x7362 : 0x5140), hi = __byte_perm(x2, x3, odd ? 0x7362 : 0x5140);
-            const uint32_t a0 = e4m3_to_half2<false>(lo), a1 = e4m3_to_half2<true>(lo);
-            const uint32_t a2 = e4m3_to_half2<false>(hi), a3 = e4m3_to_half2<true>(hi);
-            if constexpr (C::kTokens == 1) {
-              mma_f16(o[h][half * 2 + odd], a0, a1, a2, a3, prob[h][2 * kk], prob[h][2 * kk + 1]);
-            } else {
-#pragma unroll
-              for (int n = 0; n < C::kNTiles; n++)
-                mma_f16(o[n][half * 2 + odd], a0, a1, a2, a3, prob[n][2 * kk], prob[n][2 * kk + 1]);
-            }
-          }
-        }
-      }
+    ChunkKeys chunk{valid[stage], chunk_key(i), p.window, false};
+    chunk.clean = chunk.valid == (C::kChunk == 32 ? ~0u : (1u << (C::kChunk & 31)) - 1) &&
+                  chunk.key0 + C::kChunk - 1 <= range.first_pos &&
+                  (p.window == 0 || chunk.key0 > range.first_pos + range.tokens - 1 - p.window);
+    if constexpr (C::kTokens == 1) {
+      uint32_t prob[2][2];
+      decode_scores(w, k_tile, chunk, range.first_pos, scale, g, c, prob);
+      add_values<0, 1>(w, v_tile, 0, 0, g, c, prob);
+      add_values<1, 1>(w, v_tile, 0, 1, g, c, prob);
+    } else {
+      uint32_t prob[4][4];
+      verify_scores(w, k_tile, chunk, kv_head, range.first_pos + first_tile_token, scale, g, c, prob);
+      add_values<0, 4>(w, v_tile, 0, kv_head, g, c, prob);
+      add_values<0, 4>(w, v_tile, 1, kv_head, g, c, prob);
     }
   }
 
   // --- join of the groups ----------------------------------------------------------------------------
 #pragma unroll
-  for (int n = 0; n < C::kNTiles; n++) {
-    sum[n] += __shfl_xor_sync(~0u, sum[n], 1);
-    sum[n] += __shfl_xor_sync(~0u, sum[n], 2);
+  for (int r = 0; r < 4; r++) {
+#pragma unroll
+    for (int x = C::kTokens == 1 ? 4 : 1; x < (C::kTokens == 1 ? 32 : 4); x <<= 1)
+      w.sum[r] += __shfl_xor_sync(~0u, w.sum[r], x);
   }
   cp_async_wait<0>();
   __syncthreads();
   float* out = reinterpret_cast<float*>(shared);                                    // [groups][rows][kOutStride]
   float2* stats = reinterpret_cast<float2*>(out + C::kGroups * C::kRows * C::kOutStride);  // [groups][rows]
 #pragma unroll
-  for (int n = 0; n < C::kNTiles; n++) {
+  for (int n = 0; n < C::kColumnTiles; n++) {
     // Row of the CTA: token * 16 + head.
     const int row0 = C::kTokens == 1 ? n * kGroup : (first_tile_token + n) * kQHeads + kv_head * kGroup;
-    if (c == 0) stats[group * C::kRows + row0 + g] = make_float2(ref[n], sum[n]);
+    if (C::kTokens > 1 && c == 0) stats[group * C::kRows + row0 + g] = make_float2(-w.minus_ref[n], w.sum[n]);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+      if (C::kTokens == 1 && g == 0)
+        stats[group * C::kRows + row0 + 2 * c + e] = make_float2(-w.minus_ref[2 * n + e], w.sum[2 * n + e]);
       float* dst = out + (group * C::kRows + row0 + 2 * c + e) * C::kOutStride + 8 * g;
-      *reinterpret_cast<float4*>(dst) = make_float4(o[n][0][e], o[n][0][2 + e], o[n][1][e], o[n][1][2 + e]);
-      *reinterpret_cast<float4*>(dst + 4) = make_float4(o[n][2][e], o[n][2][2 + e], o[n][3][e], o[n][3][2 + e]);
+      *reinterpret_cast<float4*>(dst) = make_float4(w.o[n][0][e], w.o[n][0][2 + e], w.o[n][1][e], w.o[n][1][2 + e]);
+      *reinterpret_cast<float4*>(dst + 4) = make_float4(w.o[n][2][e], w.o[n][2][2 + e], w.o[n][3][e], w.o[n][3][2 + e]);
     }
   }
   __syncthreads();
@@ -393,14 +264,14 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinCtas) attention_split_k
   for (int row = threadIdx.x >> 4; row < range.tokens * kQHeads; row += C::kWarps * 2) {
     float top = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < C::kGroups; w++) top = fmaxf(top, stats[w * C::kRows + row].x);
+    for (int i = 0; i < C::kGroups; i++) top = fmaxf(top, stats[i * C::kRows + row].x);
     float total = 0.0f;
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int w = 0; w < C::kGroups; w++) {
-      const float2 st = stats[w * C::kRows + row];
+    for (int i = 0; i < C::kGroups; i++) {
+      const float2 st = stats[i * C::kRows + row];
       const float f = st.x == -INFINITY ? 0.0f : exp2_approx(st.x - top);
-      const float4 x = *reinterpret_cast<const float4*>(out + (w * C::kRows + row) * C::kOutStride + quad * 4);
+      const float4 x = *reinterpret_cast<const float4*>(out + (i * C::kRows + row) * C::kOutStride + quad * 4);
       total += f * st.y;
       v.x += f * x.x, v.y += f * x.y, v.z += f * x.z, v.w += f * x.w;
     }
