@@ -40,7 +40,7 @@ MSL_OPERATION(pack_experts, PackExpertsParams)
 #undef MSL_OPERATION
 
 int32_t prepare_all() {
-  for (int (*prepare)() : {prepare_dense, prepare_attention, prepare_residual, prepare_moe}) {
+  for (int (*prepare)() : {prepare_dense, prepare_attention, prepare_residual, prepare_moe, prepare_experts}) {
     if (const int code = prepare()) return told(code);
   }
   return cudaSuccess;

@@ -29,5 +29,6 @@ int pack_experts(const PackExpertsParams&, const Launch&);
 int prepare_dense();
 int prepare_attention();
 int prepare_residual();
-int prepare_moe();
+int prepare_moe();      // router, router_topk, pre_expert_norm, combine
+int prepare_experts();  // w13, w2, pack_experts
 }  // namespace msl

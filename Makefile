@@ -1,0 +1,54 @@
+# The two commands are `make run` and `make test`. They need Rust, a C++ compiler, make and Python 3; what
+# else the build uses (CUDA toolkit, CUTLASS, CMake, Ninja, ccache) third_party/bring.py brings from pip
+# into an ignored folder, the toolkit only where none is installed.
+#
+#   make run       one decode step at full size, on a Hopper GPU where there is one, else on the CPU
+#   make test      every test, built with CUDA; those that need a GPU say so and skip where there is none
+#   make lint fmt doc bench bring
+#
+#   CUDA=0         the CPU-only form of run, test, lint and doc: no toolkit, quick
+#   ARGS="..."     further arguments of run, test and bench
+
+CARGO ?= cargo
+PYTHON ?= python3
+ARGS ?=
+
+# Compute capability 9.0 of any device. Only `make run` asks; the build never does.
+HOPPER := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -cx '9\.0')
+
+run: CUDA ?= $(if $(filter-out 0,$(HOPPER)),1,0)
+CUDA ?= 1
+FEATURES = $(if $(filter-out 0,$(CUDA)),--features cuda)
+
+# Cargo shows nothing of a running build script; the build writes a line for each finished step to this.
+# The shell's own standard error, so that it works for a terminal, a file and a pipe.
+SHOW_PROGRESS = export MUSE_SPARK_PROGRESS=/proc/$$$$/fd/2;
+
+.PHONY: run test lint fmt doc bench bring bring-for-cuda
+.DEFAULT_GOAL := run
+
+run: bring-for-cuda
+	@$(if $(FEATURES),,echo "make: no Hopper GPU asked for or found: building for the CPU")
+	$(SHOW_PROGRESS) $(CARGO) run $(FEATURES) --bin muse-spark-layer -- run $(ARGS)
+
+test: bring-for-cuda
+	$(SHOW_PROGRESS) $(CARGO) test $(FEATURES) $(ARGS)
+
+lint: bring-for-cuda
+	$(CARGO) fmt --check
+	$(SHOW_PROGRESS) $(CARGO) clippy --all-targets $(FEATURES) -- -D warnings
+
+fmt:
+	$(CARGO) fmt
+
+doc: bring-for-cuda
+	$(SHOW_PROGRESS) RUSTDOCFLAGS="$(RUSTDOCFLAGS) -D warnings" $(CARGO) doc --no-deps $(FEATURES)
+
+bench: bring-for-cuda
+	$(SHOW_PROGRESS) $(CARGO) run $(FEATURES) --release --bin muse-spark-layer -- bench $(ARGS)
+
+bring:
+	$(PYTHON) third_party/bring.py
+
+bring-for-cuda:
+	@$(if $(FEATURES),$(PYTHON) third_party/bring.py)
