@@ -1,0 +1,85 @@
+// w13 (with SwiGLU) and w2: the entry points, the choice among the expert kernels, and the tensor maps of
+// their tokens.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "../include/model.h"
+#include "../include/ops.h"
+#include "expert_gemm_config.cuh"
+#include "experts.h"
+
+namespace msl {
+namespace expert {
+namespace {
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+EncodeTiled encode_tiled = nullptr;
+
+int encode(CUtensorMap* map, const void* base, int rank, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box) {
+  const cuuint32_t element_strides[3] = {1, 1, 1};
+  const CUresult r = encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(base), dims, strides, box,
+                                  element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? 0 : static_cast<int>(cudaErrorInvalidValue);
+}
+
+// From the parameters alone: a plan's launches never change shape.
+Shape choose(const ExpertGemmParams& p) {
+  if (p.few) return Shape::kFew;
+  return p.max_routes_per_expert <= 512 ? Shape::kMid : Shape::kMany;
+}
+
+}  // namespace
+
+int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
+  if (p.route_bound == 0) return 0;
+  if (!encode_tiled) return static_cast<int>(cudaErrorNotReady);  // prepare_experts() was not called
+  GemmArgs a{};
+  a.p = p;
+  const cuuint64_t row_bytes = kExpertDim * 2, rows = p.route_bound;
+  {
+    const cuuint64_t dims[3] = {64, rows, kExpertDim / 64}, strides[2] = {row_bytes, 128};
+    const cuuint32_t box[3] = {64, 8, static_cast<cuuint32_t>(stage_tiles(8, p.weight_kind))};
+    if (const int error = encode(&a.tokens8, p.x, 3, dims, strides, box)) return error;
+  }
+  {
+    const cuuint64_t dims[2] = {kExpertDim, rows}, strides[1] = {row_bytes};
+    const cuuint32_t box[2] = {64, 64};
+    if (const int error = encode(&a.tokens64, p.x, 2, dims, strides, box)) return error;
+  }
+  const int matrix_rows = p.swiglu ? 2 * kExpertDim : kExpertDim;
+  switch (shape) {
+    case Shape::kFew: a.blocks = matrix_rows / 64; return launch_few(a, l);
+    case Shape::kMid: a.blocks = matrix_rows / 128; return launch_mid(a, l);
+    case Shape::kMany: a.blocks = matrix_rows / 128; return launch_many(a, l);
+  }
+  return static_cast<int>(cudaErrorInvalidValue);
+}
+
+}  // namespace expert
+
+int w13(const ExpertGemmParams& p, const Launch& l) {
+  if (!p.swiglu || p.splits != 1) return static_cast<int>(cudaErrorInvalidValue);  // SwiGLU needs whole sums
+  return expert::run_expert_gemm(p, l, expert::choose(p));
+}
+int w2(const ExpertGemmParams& p, const Launch& l) {
+  if (p.swiglu) return static_cast<int>(cudaErrorInvalidValue);
+  return expert::run_expert_gemm(p, l, expert::choose(p));
+}
+
+int prepare_experts() {
+  cudaDriverEntryPointQueryResult found;
+  void* entry = nullptr;
+  cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+  if (e != cudaSuccess) return static_cast<int>(e);
+  if (found != cudaDriverEntryPointSuccess) return static_cast<int>(cudaErrorSymbolNotFound);
+  expert::encode_tiled = reinterpret_cast<expert::EncodeTiled>(entry);
+  int error = expert::prepare_pack();
+  if (!error) error = expert::prepare_few();
+  if (!error) error = expert::prepare_mid();
+  if (!error) error = expert::prepare_many();
+  return error;
+}
+}  // namespace msl
