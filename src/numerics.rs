@@ -86,3 +86,18 @@ pub fn f32_to_e2m1(x: f32) -> u8 {
         code
     }
 }
+
+/// `||got - want|| / ||want||` over all elements, in FP64. Not finite when an element of `got` is not.
+pub fn relative_l2(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let mut sums = (0f64, 0f64);
+    for (&g, &w) in got.iter().zip(want) {
+        let (g, w) = (f64::from(g), f64::from(w));
+        sums.0 += (g - w) * (g - w);
+        sums.1 += w * w;
+    }
+    if sums.0 == 0.0 {
+        return 0.0;
+    }
+    sums.0.sqrt() / sums.1.sqrt().max(1e-30)
+}

@@ -1,0 +1,572 @@
+//! Weights and inputs from integers: the same bits in every language, on every machine.
+//!
+//! Element `i` of the array called `name` comes from `mix(base + (i + 1) * GOLDEN)` with
+//! `base = mix(seed ^ mix(fnv1a(name)))`, where `mix` is the finaliser of splitmix64. A normal variate
+//! is the sum of the word's four 16-bit fields, centred and scaled to unit variance: one exact integer
+//! and one FP32 product. Everything after that uses single FP32 operations in a stated order, or FP64
+//! sums in index order, so that `tests/golden/generator.py` repeats it bit for bit.
+//!
+//! The distributions follow the reference's: a residual stream with a fixed mean direction and
+//! low-rank shared structure, a router with a component along that mean (so that a few experts take
+//! most tokens), scattered page tables, unit keys or keys that share a direction, per-expert global
+//! scales. Experts are made as codes and scales, never quantised from wider values.
+
+use crate::backend::cpu::{Batch, Cache, StepInput};
+use crate::config::{LayerConfig, LayerKind, WeightKind};
+use crate::error::{Error, Result};
+use crate::numerics::f32_to_e4m3;
+use crate::tensor::{HostTensor, NamedTensors};
+use half::bf16;
+use rayon::prelude::*;
+use std::ops::Range;
+
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+/// The standard deviation of the sum of four uniform 16-bit integers, inverted.
+const NORMAL: f32 = (1.0 / 37_837.227_237_206_48f64) as f32;
+/// Seed of the stream's mean and shared directions, the same for all weights and inputs.
+const STREAM_SEED: u64 = 5354;
+const STREAM_MEAN: f32 = 0.7;
+const STREAM_SHARED: f64 = 0.9;
+const STREAM_RANK: usize = 4;
+/// Rows after the first of a short block of queries keep this part of the shared structure.
+const DRAFT_SHARE: f64 = 0.6;
+/// Elements a parallel task makes.
+const CHUNK: usize = 1 << 16;
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn fnv1a(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+}
+
+/// The random numbers of one named array.
+#[derive(Clone, Copy, Debug)]
+pub struct Stream {
+    base: u64,
+}
+
+impl Stream {
+    /// The array `name` under `seed`.
+    pub fn new(seed: u64, name: &str) -> Stream {
+        Stream { base: mix(seed ^ mix(fnv1a(name))) }
+    }
+
+    /// 64 random bits for index `i`.
+    #[inline]
+    pub fn bits(self, i: u64) -> u64 {
+        mix(self.base.wrapping_add((i + 1).wrapping_mul(GOLDEN)))
+    }
+
+    /// The integer behind [`Stream::normal`], from -131070 to 131070.
+    #[inline]
+    pub fn normal_integer(self, i: u64) -> i32 {
+        let b = self.bits(i);
+        let sum = (b & 0xffff) + ((b >> 16) & 0xffff) + ((b >> 32) & 0xffff) + (b >> 48);
+        sum as i32 - 131_070
+    }
+
+    /// Mean 0, variance 1, within 3.5.
+    #[inline]
+    pub fn normal(self, i: u64) -> f32 {
+        self.normal_integer(i) as f32 * NORMAL
+    }
+
+    /// An integer from 0 to `n - 1`.
+    #[inline]
+    pub fn below(self, i: u64, n: u64) -> u64 {
+        ((self.bits(i) >> 32) * n) >> 32
+    }
+
+    /// Byte `i`: the little-endian bytes of the words in order.
+    #[inline]
+    pub fn byte(self, i: u64) -> u8 {
+        self.bits(i / 8).to_le_bytes()[(i % 8) as usize]
+    }
+
+    fn fill<T: Send + Copy + Default>(n: usize, f: impl Fn(u64) -> T + Sync) -> Vec<T> {
+        let mut out = vec![T::default(); n];
+        out.par_chunks_mut(CHUNK).enumerate().for_each(|(c, part)| {
+            for (i, v) in part.iter_mut().enumerate() {
+                *v = f((c * CHUNK + i) as u64);
+            }
+        });
+        out
+    }
+
+    fn normals(self, n: usize) -> Vec<f32> {
+        Self::fill(n, |i| self.normal(i))
+    }
+
+    fn bytes(self, n: usize) -> Vec<u8> {
+        let mut out = vec![0u8; n];
+        out.par_chunks_mut(CHUNK).enumerate().for_each(|(c, part)| {
+            for (i, v) in part.chunks_mut(8).enumerate() {
+                let word = self.bits((c * CHUNK / 8 + i) as u64).to_le_bytes();
+                v.copy_from_slice(&word[..v.len()]);
+            }
+        });
+        out
+    }
+}
+
+/// The stream's mean direction `[hidden]` and shared directions `[4, hidden]`.
+fn stream_basis(hidden: usize) -> (Vec<f32>, Vec<f32>) {
+    let mean = Stream::new(STREAM_SEED, "mean").normals(hidden);
+    (mean, Stream::new(STREAM_SEED, "shared").normals(STREAM_RANK * hidden))
+}
+
+/// A factor from 1/4 to 3.875: an output scale of one expert.
+fn expert_factor(bits: u64) -> f32 {
+    (16 + ((bits >> 2) & 15)) as f32 * 2f32.powi((bits & 3) as i32 - 6)
+}
+
+/// Weights of a layer under the names and in the types of the reference
+/// ([`crate::backend::cpu::CpuWeights`] lists them).
+pub fn weights(config: &LayerConfig, seed: u64) -> Result<NamedTensors<'static>> {
+    config.validate()?;
+    let (hidden, dim, local) = (config.hidden, config.expert_dim, config.local_experts);
+    let mut out = NamedTensors::new();
+    let mut bf16s = |name: &str, shape: &[usize], std: f32| {
+        let stream = Stream::new(seed, name);
+        let data = Stream::fill(shape.iter().product(), |i| bf16::from_f32(stream.normal(i) * std));
+        out.insert(name, HostTensor::bf16(shape, data));
+    };
+    let fan_in = |k: usize| (1.0 / (k as f64).sqrt()) as f32;
+    bf16s("qkv_gate", &[config.qkv_rows(), hidden], fan_in(hidden));
+    bf16s("o", &[hidden, config.q_size()], fan_in(config.q_size()));
+    bf16s("attn_residual_gate", &[hidden], 0.3);
+    bf16s("pre_ffn_norm", &[hidden], 0.1);
+    bf16s("pooler", &[dim, hidden], fan_in(hidden));
+    bf16s("pre_expert_norm", &[dim], 0.1);
+    bf16s("post_expert_norm", &[dim], 0.1);
+    bf16s("unpooler", &[hidden, dim], fan_in(dim));
+    bf16s("post_ffn_norm", &[hidden], 0.1);
+    bf16s("ffn_residual_gate", &[hidden], 0.3);
+    bf16s("next_pre_attn_norm", &[hidden], 0.1);
+
+    // Router rows: noise, and a part along the stream's mean that makes some experts popular.
+    let widen = (8192.0 / hidden as f64).sqrt();
+    let (std, align) = ((0.045 * widen) as f32, (0.07 * widen) as f32);
+    let (mean, _) = stream_basis(hidden);
+    let mean: Vec<f32> = mean.iter().map(|m| m * fan_in(hidden)).collect();
+    let (noise, along) = (Stream::new(seed, "router"), Stream::new(seed, "router/align"));
+    let router = Stream::fill(config.n_experts * hidden, |i| {
+        let (row, column) = (i / hidden as u64, i as usize % hidden);
+        noise.normal(i) * std + along.normal(row) * align * mean[column]
+    });
+    out.insert("router", HostTensor::f32(&[config.n_experts, hidden], router));
+    let bias: Vec<f32> = Stream::new(seed, "router_bias").normals(config.n_experts).iter().map(|b| b * 0.055).collect();
+    out.insert("router_bias", HostTensor::f32(&[config.n_experts], bias));
+
+    for (name, rows) in [("w13", 2 * dim), ("w2", dim)] {
+        let factors = Stream::new(seed, &format!("{name}_gs"));
+        match config.experts {
+            WeightKind::Nvfp4 => {
+                let codes = Stream::new(seed, name).bytes(local * rows * dim / 2);
+                out.insert(name, HostTensor::u8(&[local, rows, dim / 2], codes));
+                let scales = block_scales(seed, &format!("{name}_sf"), local * rows * dim / 16);
+                out.insert(&format!("{name}_sf"), HostTensor::e4m3(&[local, rows, dim / 16], scales));
+                // A code times a scale has a root mean square of 220.
+                let unit = (1.0 / (220.0 * (dim as f64).sqrt())) as f32;
+                let per = if name == "w13" { 2 } else { 1 };
+                let gs: Vec<f32> = (0..local * per).map(|i| unit * expert_factor(factors.bits(i as u64))).collect();
+                let shape = if per == 2 { vec![local, 2] } else { vec![local] };
+                out.insert(&format!("{name}_gs"), HostTensor::f32(&shape, gs));
+            }
+            WeightKind::Bf16 => {
+                let stream = Stream::new(seed, name);
+                let each = (rows * dim) as u64;
+                let data = Stream::fill(local * rows * dim, |i| {
+                    bf16::from_f32(stream.normal(i) * (fan_in(dim) * expert_factor(factors.bits(i / each))))
+                });
+                out.insert(name, HostTensor::bf16(&[local, rows, dim], data));
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// E4M3 scales from 32 to 120, one in 64 anything from 0 to 448, subnormals included.
+fn block_scales(seed: u64, name: &str, n: usize) -> Vec<u8> {
+    let mut out = Stream::new(seed, name).bytes(n);
+    let rare = Stream::new(seed, &format!("{name}/rare"));
+    out.par_chunks_mut(CHUNK).enumerate().for_each(|(c, part)| {
+        for (i, b) in part.iter_mut().enumerate() {
+            *b = match *b {
+                0..=3 => (rare.byte((c * CHUNK + i) as u64) & 0x7f).min(0x7e),
+                b => 0x60 + (b & 15),
+            };
+        }
+    });
+    out
+}
+
+/// Weights that show what the usual ones hide: residual gates that reach the clamp, norm weights far
+/// from 1, branches small enough for every epsilon to count, experts whose block scales are subnormal.
+pub fn stress(config: &LayerConfig, tensors: &mut NamedTensors<'static>) -> Result<()> {
+    let dense = |tensors: &mut NamedTensors<'static>, name: &str, rows: Range<usize>, factor: f32| -> Result<()> {
+        let tensor = tensors.get(name)?;
+        let width = tensor.len() / tensor.shape[0];
+        let mut data = tensor.as_bf16(name)?.to_vec();
+        for v in &mut data[rows.start * width..rows.end * width] {
+            *v = bf16::from_f32(v.to_f32() * factor);
+        }
+        let tensor = HostTensor::bf16(&tensor.shape.clone(), data);
+        tensors.insert(name, tensor);
+        Ok(())
+    };
+    for name in ["attn_residual_gate", "ffn_residual_gate"] {
+        dense(tensors, name, 0..config.hidden, 8.0)?;
+    }
+    for name in ["pre_ffn_norm", "pre_expert_norm", "post_expert_norm", "post_ffn_norm", "next_pre_attn_norm"] {
+        let n = tensors.get(name)?.len();
+        dense(tensors, name, 0..n, 5.0)?;
+    }
+    dense(tensors, "qkv_gate", 0..config.q_size() + 2 * config.kv_size(), 2f32.powi(-8))?;
+    dense(tensors, "o", 0..config.hidden, 2f32.powi(-9))?;
+    dense(tensors, "unpooler", 0..config.hidden, 2f32.powi(-9))?;
+    dense(tensors, "pooler", 0..config.expert_dim, 2f32.powi(-9))?;
+    if config.experts == WeightKind::Nvfp4 {
+        for name in ["w13", "w2"] {
+            let scales_name = format!("{name}_sf");
+            let scales = tensors.get(&scales_name)?;
+            let (shape, mut data) = (scales.shape.clone(), scales.as_e4m3(&scales_name)?.to_vec());
+            let each = data.len() / config.local_experts;
+            let gs_name = format!("{name}_gs");
+            let gs = tensors.get(&gs_name)?;
+            let (gs_shape, mut gs) = (gs.shape.clone(), gs.as_f32(&gs_name)?.to_vec());
+            let per = gs.len() / config.local_experts;
+            for e in (0..config.local_experts).step_by(2) {
+                for b in &mut data[e * each..(e + 1) * each] {
+                    *b = f32_to_e4m3(crate::numerics::e4m3_to_f32(*b) * 2f32.powi(-14));
+                }
+                gs[e * per..(e + 1) * per].iter_mut().for_each(|g| *g *= 2f32.powi(14));
+            }
+            if name == "w2" {
+                gs.iter_mut().for_each(|g| *g *= 2f32.powi(-9));
+            }
+            tensors.insert(&scales_name, HostTensor::e4m3(&shape, data));
+            tensors.insert(&gs_name, HostTensor::f32(&gs_shape, gs));
+        }
+    }
+    Ok(())
+}
+
+/// How request lengths spread around [`StepSpec::ctx`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Spread {
+    /// All `ctx`.
+    #[default]
+    Fixed,
+    /// Uniform within 7.5% of it.
+    Agentic,
+    /// Many short, a long tail, up to 4 times it.
+    Mixed,
+}
+
+/// What the inputs look like.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dist {
+    /// Independent keys of unit variance.
+    #[default]
+    Normal,
+    /// Each key/value head's keys share a direction, so that attention spreads over many keys.
+    Soft,
+    /// One channel of the residual stream in 100 is 10 times larger.
+    Outliers,
+}
+
+/// Which step to make.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepSpec {
+    /// New tokens of each request; the requests are as many. 0 is allowed.
+    pub q_lens: Vec<usize>,
+    /// Tokens in the cache before the step, in the middle.
+    pub ctx: usize,
+    /// Decides how soft keys are.
+    pub kind: LayerKind,
+    pub spread: Spread,
+    pub dist: Dist,
+    /// Tokens a page: a power of two from 1 to 256.
+    pub page_size: usize,
+    pub k_scale: f32,
+    pub v_scale: f32,
+    /// The first expert of this rank.
+    pub local_start: i32,
+}
+
+impl StepSpec {
+    /// `batch` requests of `q_len` new tokens each after `ctx` cached ones; page size 1, unit scales.
+    pub fn new(batch: usize, q_len: usize, ctx: usize, kind: LayerKind) -> StepSpec {
+        StepSpec {
+            q_lens: vec![q_len; batch],
+            ctx,
+            kind,
+            spread: Spread::Fixed,
+            dist: Dist::Normal,
+            page_size: 1,
+            k_scale: 1.0,
+            v_scale: 1.0,
+            local_start: 0,
+        }
+    }
+
+    /// The longest length that can be drawn.
+    pub fn longest(&self) -> usize {
+        match self.spread {
+            Spread::Fixed => self.ctx,
+            Spread::Agentic => self.ctx + self.ctx * 75 / 1000,
+            Spread::Mixed => 4 * self.ctx,
+        }
+    }
+
+    /// Cached tokens of each request before the step.
+    pub fn lengths(&self, seed: u64) -> Vec<usize> {
+        let stream = Stream::new(seed, "lengths");
+        let ctx = self.ctx as u64;
+        (0..self.q_lens.len() as u64)
+            .map(|b| match self.spread {
+                Spread::Fixed => self.ctx,
+                Spread::Agentic => {
+                    let around = ctx * 75 / 1000;
+                    (ctx - around + stream.below(b, 2 * around + 1)) as usize
+                }
+                Spread::Mixed => {
+                    let (exponent, mantissa) = (stream.below(2 * b, 7), 8 + stream.below(2 * b + 1, 8));
+                    ((((ctx * mantissa) << exponent) >> 7).max(16).min(4 * ctx)) as usize
+                }
+            })
+            .collect()
+    }
+}
+
+/// A step's inputs, owned.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SyntheticInput {
+    /// `[T, hidden]`.
+    pub stream: Vec<f32>,
+    /// `[T, hidden]`.
+    pub attn_input: Vec<bf16>,
+    /// `[T]`.
+    pub positions: Vec<i64>,
+    /// `[T]`.
+    pub cache_loc: Vec<i64>,
+    /// `[B + 1]`.
+    pub cu_seqlens_q: Vec<i32>,
+    /// `[B]`.
+    pub cache_seqlens: Vec<i32>,
+    /// `[B, table_width]`, -1 past a request's last page.
+    pub page_table: Vec<i32>,
+    pub table_width: usize,
+    pub local_start: i32,
+}
+
+impl SyntheticInput {
+    /// The inputs as the CPU layer takes them.
+    pub fn view(&self) -> StepInput<'_> {
+        StepInput {
+            stream: &self.stream,
+            attn_input: &self.attn_input,
+            batch: Batch {
+                positions: &self.positions,
+                cache_loc: &self.cache_loc,
+                cu_seqlens_q: &self.cu_seqlens_q,
+                cache_seqlens: &self.cache_seqlens,
+                page_table: &self.page_table,
+                table_width: self.table_width,
+                table_stride: self.table_width,
+            },
+            local_start: self.local_start,
+            num_tokens_non_padded: None,
+        }
+    }
+}
+
+/// A paged cache, owned.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SyntheticCache {
+    /// `[pages, page_size, kv_heads, head_dim]` E4M3.
+    pub k: Vec<u8>,
+    /// As `k`.
+    pub v: Vec<u8>,
+    pub page_size: usize,
+    pub k_scale: f32,
+    pub v_scale: f32,
+}
+
+impl SyntheticCache {
+    /// The cache as the CPU layer takes it.
+    pub fn view(&mut self) -> Cache<'_> {
+        Cache {
+            k: &mut self.k,
+            v: &mut self.v,
+            page_size: self.page_size,
+            k_scale: self.k_scale,
+            v_scale: self.v_scale,
+        }
+    }
+}
+
+/// A step's inputs and its cache.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SyntheticStep {
+    pub input: SyntheticInput,
+    pub cache: SyntheticCache,
+}
+
+/// Makes the step `spec` under `seed`.
+pub fn step(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<SyntheticStep> {
+    config.validate()?;
+    crate::config::check_page_size(spec.page_size)?;
+    let (hidden, page, batch) = (config.hidden, spec.page_size, spec.q_lens.len());
+    let lengths = spec.lengths(seed);
+    let longest_q = spec.q_lens.iter().copied().max().unwrap_or(0);
+    let table_width = (spec.longest() + longest_q).div_ceil(page).max(1);
+    let pages = batch * table_width;
+    if pages * page > i32::MAX as usize {
+        let limit = i32::MAX as u64;
+        return Err(Error::Limit { what: "cache rows of the pool".into(), limit, got: (pages * page) as u64 });
+    }
+
+    // Pages in a random order, dealt out request by request.
+    let mut order: Vec<i32> = (0..pages as i32).collect();
+    let shuffle = Stream::new(seed, "pages");
+    for i in (1..pages).rev() {
+        order.swap(i, shuffle.below(i as u64, i as u64 + 1) as usize);
+    }
+    let mut page_table = vec![-1; pages];
+    let (mut positions, mut cache_loc, mut cu_seqlens_q) = (Vec::new(), Vec::new(), vec![0]);
+    let mut next = order.iter();
+    for (b, (&seq, &q_len)) in lengths.iter().zip(&spec.q_lens).enumerate() {
+        let row = &mut page_table[b * table_width..(b + 1) * table_width];
+        for (entry, id) in row.iter_mut().zip(next.by_ref().take((seq + q_len).div_ceil(page))) {
+            *entry = *id;
+        }
+        for position in seq..seq + q_len {
+            positions.push(position as i64);
+            cache_loc.push(i64::from(row[position / page]) * page as i64 + (position % page) as i64);
+        }
+        cu_seqlens_q.push(positions.len() as i32);
+    }
+    let cache_seqlens = lengths.iter().zip(&spec.q_lens).map(|(s, q)| (s + q) as i32).collect();
+    let (stream, attn_input) = residual_stream(hidden, spec, seed);
+    let elements = pages * page * config.kv_size();
+    Ok(SyntheticStep {
+        input: SyntheticInput {
+            stream,
+            attn_input,
+            positions,
+            cache_loc,
+            cu_seqlens_q,
+            cache_seqlens,
+            page_table,
+            table_width,
+            local_start: spec.local_start,
+        },
+        cache: SyntheticCache {
+            k: cached_keys(config, spec, seed, elements),
+            v: {
+                let values = Stream::new(seed, "v_cache");
+                Stream::fill(elements, |i| f32_to_e4m3(values.normal(i) / spec.v_scale))
+            },
+            page_size: page,
+            k_scale: spec.k_scale,
+            v_scale: spec.v_scale,
+        },
+    })
+}
+
+fn cached_keys(config: &LayerConfig, spec: &StepSpec, seed: u64, elements: usize) -> Vec<u8> {
+    let keys = Stream::new(seed, "k_cache");
+    if spec.dist != Dist::Soft {
+        return Stream::fill(elements, |i| f32_to_e4m3(keys.normal(i) / spec.k_scale));
+    }
+    let (dim, heads) = (config.head_dim, config.kv_heads);
+    let (directions, share) = (Stream::new(seed, "soft"), Stream::new(seed, "soft/share"));
+    let (low, high) = match spec.kind {
+        LayerKind::Sliding => (0.3, 0.75),
+        LayerKind::Full => (0.5, 0.62),
+    };
+    let (mut along, mut noise) = (Vec::new(), Vec::new());
+    for h in 0..heads {
+        let u: Vec<i64> = (0..dim).map(|c| i64::from(directions.normal_integer((h * dim + c) as u64))).collect();
+        let squares: i64 = u.iter().map(|n| n * n).sum();
+        let c2 = low + (high - low) * (share.below(h as u64, 1 << 24) as f64 / f64::from(1 << 24));
+        let unit = c2.sqrt() / (squares as f64 / dim as f64).sqrt();
+        along.extend(u.iter().map(|&n| (n as f64 * unit) as f32));
+        noise.push((1.0 - c2).sqrt() as f32);
+    }
+    Stream::fill(elements, |i| {
+        let column = i as usize % (heads * dim);
+        f32_to_e4m3((along[column] + noise[column / dim] * keys.normal(i)) / spec.k_scale)
+    })
+}
+
+/// The residual stream `[T, hidden]` and its RMS-normalised BF16 form.
+fn residual_stream(hidden: usize, spec: &StepSpec, seed: u64) -> (Vec<f32>, Vec<bf16>) {
+    let (mean, shared) = stream_basis(hidden);
+    let (coefficients, noise) = (Stream::new(seed, "coefficients"), Stream::new(seed, "stream"));
+    let low_rank = (STREAM_SHARED / STREAM_RANK as f64).sqrt() as f32;
+    // Row by row: whether it is a draft row of a verify block.
+    let draft: Vec<bool> = spec.q_lens.iter().flat_map(|&q| (0..q).map(move |i| i > 0 && q <= 8)).collect();
+    let mut outlier = vec![false; hidden];
+    if spec.dist == Dist::Outliers {
+        let pick = Stream::new(seed, "outliers");
+        let mut channels: Vec<usize> = (0..hidden).collect();
+        for i in 0..(hidden / 100).max(1) {
+            channels.swap(i, i + pick.below(i as u64, (hidden - i) as u64) as usize);
+            outlier[channels[i]] = true;
+        }
+    }
+    let mut stream = vec![0f32; draft.len() * hidden];
+    let mut attn_input = vec![bf16::ZERO; stream.len()];
+    stream.par_chunks_mut(hidden).zip(attn_input.par_chunks_mut(hidden)).enumerate().for_each(|(t, (row, normed))| {
+        let scale = if draft[t] { DRAFT_SHARE } else { 1.0 };
+        let own = (1.0 - STREAM_SHARED * scale * scale).sqrt() as f32;
+        let scale = scale as f32;
+        let weights: [f32; STREAM_RANK] =
+            std::array::from_fn(|r| coefficients.normal((t * STREAM_RANK + r) as u64));
+        let mut squares = 0f64;
+        for (i, v) in row.iter_mut().enumerate() {
+            let mut along = 0f32;
+            for (r, w) in weights.iter().enumerate() {
+                along += w * shared[r * hidden + i];
+            }
+            let structure = STREAM_MEAN * mean[i] + low_rank * along;
+            *v = scale * structure + own * noise.normal((t * hidden + i) as u64);
+            if outlier[i] {
+                *v *= 10.0;
+            }
+            squares += f64::from(*v) * f64::from(*v);
+        }
+        let inverse = 1.0 / (squares / hidden as f64 + 1e-5).sqrt();
+        for (n, v) in normed.iter_mut().zip(row) {
+            *n = bf16::from_f32((f64::from(*v) * inverse) as f32);
+        }
+    });
+    (stream, attn_input)
+}
+
+/// A digest of bytes: the sum over little-endian 64-bit words (the last one filled with zeros) of
+/// `mix(word + (index + 1) * GOLDEN)`, plus `mix(length)`.
+pub fn digest(bytes: &[u8]) -> u64 {
+    let words = bytes.chunks(8).map(|c| {
+        let mut word = [0; 8];
+        word[..c.len()].copy_from_slice(c);
+        u64::from_le_bytes(word)
+    });
+    words.enumerate().fold(mix(bytes.len() as u64), |sum, (i, w)| {
+        sum.wrapping_add(mix(w.wrapping_add((i as u64 + 1).wrapping_mul(GOLDEN))))
+    })
+}
+
+/// A digest of named tensors: the sum of `mix(fnv1a(name) ^ digest(bytes))`.
+pub fn digest_all(tensors: &NamedTensors) -> u64 {
+    tensors.0.iter().fold(0, |sum, (name, t)| sum.wrapping_add(mix(fnv1a(name) ^ digest(t.bytes()))))
+}
