@@ -1,12 +1,42 @@
-//! One Muse Spark Open decoder layer.
+//! One Muse Spark Open decoder layer on one Hopper GPU of a TP8/EP8 deployment, and its reference on the CPU.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`layer`] | [`DecoderLayer`]: `new`, `plan`, `forward`, and the layer in three segments |
+//! | [`config`] | dimensions, and the choices a step makes |
+//! | [`plan`] | what a step launches: plain data, printable |
+//! | [`step`] | a step's tensors in device memory, and their checks |
+//! | [`kv_cache`], [`workspace`], [`stream`] | views of the cache, scratch memory, the caller's stream |
+//! | [`weights`] | from host arrays, device memory or safetensors; NVFP4 |
+//! | [`routing`] | top 8 and the expert lists, for the CPU |
+//! | [`backend`] | `cpu`: one function per operation, any dimensions; `cuda`: kernels behind a bridge |
+//! | [`capi`] | the C ABI |
+//! | [`tensor`], [`numerics`], [`error`] | plain tensors, small number formats, typed errors |
+//!
+//! Without the feature `cuda` everything but the GPU itself is here: the CPU backend, plans, checks.
 
 pub mod backend;
+pub mod capi;
 pub mod config;
 pub mod error;
+pub mod kv_cache;
+pub mod layer;
 pub mod numerics;
+pub mod plan;
 pub mod routing;
+pub mod step;
+pub mod stream;
 pub mod tensor;
 pub mod weights;
+pub mod workspace;
 
 pub use config::{LayerConfig, LayerKind, QueryPrecision, Taps, WeightKind};
 pub use error::{Error, Result};
+pub use kv_cache::PagedKvCache;
+pub use layer::{Backend, DecoderLayer};
+pub use plan::{AttentionEngine, Plan, PlanKey};
+pub use step::{DeviceInput, DeviceOutput, DeviceTaps, Tap};
+pub use stream::Stream;
+pub use tensor::{DType, DeviceTensor, HostTensor, NamedTensors};
+pub use weights::LayerWeights;
+pub use workspace::Workspace;

@@ -66,6 +66,16 @@ impl<'a> LayerWeights<'a> {
         }
     }
 
+    /// The host tensors with their elements owned (borrowed ones are copied).
+    pub(crate) fn into_host(self) -> Option<NamedTensors<'static>> {
+        match self.source {
+            Source::Host(tensors) => {
+                Some(NamedTensors(tensors.0.into_iter().map(|(name, t)| (name, t.into_owned())).collect()))
+            }
+            Source::Device(_) => None,
+        }
+    }
+
     /// Whether the layer has a next layer's norm (and so gives `hidden`).
     pub fn has_next_norm(&self) -> bool {
         const NAME: &str = "next_pre_attn_norm";

@@ -1,0 +1,30 @@
+//! The CUDA backend: one Hopper GPU, the released TP8/EP8 dimensions.
+//!
+//! | file | what |
+//! |---|---|
+//! | `model.rs` | the dimensions, as `csrc/include/model.h` |
+//! | `heuristics.rs` | every launch decision, from shapes and SM count |
+//! | `params.rs` | the operations' plain structs, as `csrc/include/params.h` |
+//! | `bridge.rs` | the C++ entry points |
+//! | `device.rs` | driver, devices, allocations |
+//! | `ops.rs` | one method per operation: fills the struct, calls the entry point |
+//! | `host.rs` | a step on host arrays: upload, run, download |
+//!
+//! The decisions and the structs need no toolkit: they are compiled, and tested, in every build.
+
+pub mod heuristics;
+pub mod model;
+
+#[cfg(feature = "cuda")]
+pub mod bridge;
+#[cfg(feature = "cuda")]
+pub mod device;
+#[cfg(feature = "cuda")]
+pub mod host;
+#[cfg(feature = "cuda")]
+pub(crate) mod ops;
+#[cfg(feature = "cuda")]
+pub mod params;
+
+#[cfg(feature = "cuda")]
+pub use device::{Buffer, Device};

@@ -1,0 +1,362 @@
+//! One method per operation: fills the operation's struct from the plan, the weights, the scratch and the
+//! call's arguments, and launches it. Names as in `csrc/include/ops.h`, order as in the step.
+#![allow(unsafe_code)]
+
+use crate::backend::cuda::params::*;
+use crate::backend::cuda::{bridge, model as m, Buffer, Device};
+use crate::config::{QueryPrecision, WeightKind};
+use crate::error::{Error, Result};
+use crate::plan::{DensePlan, Plan, RouterForm};
+use crate::step::Args;
+use crate::weights::device::DeviceWeights;
+use crate::workspace::Layout;
+
+/// One call: everything its launches need.
+pub(crate) struct Step<'a> {
+    pub device: &'a Device,
+    pub weights: &'a DeviceWeights,
+    pub plan: &'a Plan,
+    pub scratch: Layout,
+    pub args: Args,
+    pub launch: Launch,
+}
+
+/// The model's query factor times the head's scale.
+const SOFTMAX_SCALE: f32 = 5.473_006_5 / 8.0;
+/// Elements from a token's planes of `ffn_input` to the next token's.
+const PLANES_STRIDE: i32 = 3 * m::HIDDEN as i32;
+
+impl Step<'_> {
+    /// In a debugging plan, waits for the operation and names it if it failed.
+    fn launched(&self, operation: &'static str, result: Result<()>) -> Result<()> {
+        result?;
+        if !self.plan.key.synchronize {
+            return Ok(());
+        }
+        self.device.synchronize_stream(self.launch.stream as u64).map_err(|e| match e {
+            Error::Cuda { code, text, .. } => Error::Cuda { call: operation.into(), code, text },
+            other => other,
+        })
+    }
+
+    fn tokens(&self) -> i32 {
+        self.plan.key.tokens as i32
+    }
+
+    /// `out = x @ weight^T` as `d` says; the weight rows are packed in tiles of 64 full rows.
+    fn dense(&self, d: &DensePlan, weight: &Buffer, x: u64, x_stride: i32, out: u64) -> DenseParams {
+        DenseParams {
+            weight: (weight.ptr() + d.row_begin as u64 * d.k as u64 * 2) as *const _,
+            x: x as *const _,
+            out: out as *mut _,
+            tokens: self.tokens(),
+            rows: d.rows as i32,
+            k: d.k as i32,
+            x_stride,
+            out_stride: d.rows as i32,
+            splits: d.splits as i32,
+            out_f32: d.out_f32 as i32,
+            tile_n: d.tile_n as i32,
+            planes: 1,
+        }
+    }
+
+    /// BF16 [T, 8192] to FP32 splits of [T, 2304]: q, k, v, gate.
+    pub fn qkv_gate(&self) -> Result<()> {
+        let d = &self.plan.launches.qkv_gate;
+        let params = self.dense(d, &self.weights.qkv_gate, self.args.attn_input, m::HIDDEN as i32, self.scratch.qkv);
+        // SAFETY (here and below): addresses come from checked tensors, the workspace's layout for this very
+        // plan, and the layer's own weights.
+        self.launched("qkv_gate", unsafe { bridge::qkv_gate(&params, &self.launch) })
+    }
+
+    /// Norms and rotates q and k, appends k and v to the cache.
+    pub fn qk_norm_rope_append(&self) -> Result<()> {
+        let (a, s, key) = (&self.args, &self.scratch, &self.plan.key);
+        let sliding = self.plan.launches.attention.window > 0;
+        let params = QkNormRopeAppendParams {
+            qkv: s.qkv as *const f32,
+            positions: a.positions as *const i64,
+            cache_loc: a.cache_loc as *const i64,
+            k_scale: a.k_scale as *const f32,
+            v_scale: a.v_scale as *const f32,
+            inv_freq: if sliding { self.weights.inv_freq.ptr() as *const f32 } else { std::ptr::null() },
+            k_cache: a.k_cache as *mut _,
+            v_cache: a.v_cache as *mut _,
+            q: s.q as *mut _,
+            gate: s.gate as *mut f32,
+            cache_rows: a.pages * key.page_size as i64,
+            tokens: self.tokens(),
+            splits: self.plan.launches.qkv_gate.splits as i32,
+            e4m3_query: (key.query == QueryPrecision::E4m3) as i32,
+            skip_slot_zero: key.skip_slot_zero as i32,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("qk_norm_rope_append", unsafe { bridge::qk_norm_rope_append(&params, &self.launch) })
+    }
+
+    /// Queries against the cache: splits (decode, verify) or tiles (prefill).
+    pub fn attention(&self) -> Result<()> {
+        let (a, s, key, l) = (&self.args, &self.scratch, &self.plan.key, &self.plan.launches.attention);
+        let params = AttentionParams {
+            q: s.q as *const _,
+            k_cache: a.k_cache as *const _,
+            v_cache: a.v_cache as *const _,
+            page_table: a.page_table as *const i32,
+            cache_seqlens: a.cache_seqlens as *const i32,
+            cu_seqlens_q: a.cu_seqlens_q as *const i32,
+            k_scale: a.k_scale as *const f32,
+            v_scale: a.v_scale as *const f32,
+            acc: s.acc as *mut f32,
+            lse: s.lse as *mut f32,
+            out: s.tiled_out as *mut f32,
+            kv_scratch: s.kv_scratch as *mut _,
+            kv_scratch_bytes: l.kv_scratch_bytes as i64,
+            pages: a.pages,
+            table_stride: a.table_stride,
+            table_width: key.table_width as i32,
+            page_log2: key.page_size.trailing_zeros() as i32,
+            tokens: self.tokens(),
+            requests: key.requests as i32,
+            max_q_len: key.max_q_len as i32,
+            window: l.window as i32,
+            splits: l.splits as i32,
+            tiled: l.tiled as i32,
+            softmax_scale: SOFTMAX_SCALE,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("attention", unsafe { bridge::attention(&params, &self.launch) })
+    }
+
+    /// Joins the splits, norms each head, gates: BF16 [T, 1024].
+    pub fn out_norm_gate(&self) -> Result<()> {
+        let (s, l) = (&self.scratch, &self.plan.launches.attention);
+        let split = |address: u64| if l.tiled { std::ptr::null() } else { address as *const f32 };
+        let params = OutNormGateParams {
+            acc: split(s.acc),
+            lse: split(s.lse),
+            tiled_out: s.tiled_out as *const f32,
+            gate: s.gate as *const f32,
+            v_scale: self.args.v_scale as *const f32,
+            out: s.gated as *mut _,
+            attn_core: self.args.attn_core as *mut f32,
+            tokens: self.tokens(),
+            splits: l.splits as i32,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("out_norm_gate", unsafe { bridge::out_norm_gate(&params, &self.launch) })
+    }
+
+    /// BF16 [T, 1024] to the rank's partial, BF16 [T, 8192].
+    pub fn o(&self) -> Result<()> {
+        let d = &self.plan.launches.o;
+        let params = self.dense(d, &self.weights.o, self.scratch.gated, m::Q_SIZE as i32, self.args.attn_out);
+        // SAFETY: as in `qkv_gate`.
+        self.launched("o", unsafe { bridge::o(&params, &self.launch) })
+    }
+
+    /// The first residual boundary; `ffn_input` as three BF16 planes.
+    pub fn attn_boundary(&self) -> Result<()> {
+        let (a, w) = (&self.args, &self.weights);
+        let params = AttnBoundaryParams {
+            stream: a.stream as *const f32,
+            branch: a.attn_out as *const _,
+            alpha: w.attn_alpha.ptr() as *const f32,
+            beta: w.attn_beta.ptr() as *const f32,
+            norm_weight: w.pre_ffn_norm.ptr() as *const f32,
+            stream_out: a.stream_after_attn as *mut f32,
+            ffn_input: a.ffn_input as *mut _,
+            tokens: self.tokens(),
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &self.launch) })
+    }
+
+    /// Partial logits, FP32 [splits][T, 256], in the form the plan names.
+    pub fn router(&self) -> Result<()> {
+        let l = &self.plan.launches.router;
+        let (weights, x, logits) = (&self.weights, self.args.ffn_input, self.scratch.logits);
+        match l.form {
+            RouterForm::Rows => {
+                let params = RouterParams {
+                    weight: weights.router.ptr() as *const f32,
+                    ffn_input: x as *const _,
+                    logits: logits as *mut f32,
+                    tokens: self.tokens(),
+                    splits: l.splits as i32,
+                };
+                // SAFETY: as in `qkv_gate`.
+                self.launched("router", unsafe { bridge::router(&params, &self.launch) })
+            }
+            RouterForm::Planes => {
+                let params = DenseParams {
+                    weight: weights.router_planes.ptr() as *const _,
+                    x: x as *const _,
+                    out: logits as *mut _,
+                    tokens: self.tokens(),
+                    rows: m::EXPERTS as i32,
+                    k: m::HIDDEN as i32,
+                    x_stride: PLANES_STRIDE,
+                    out_stride: m::EXPERTS as i32,
+                    splits: l.splits as i32,
+                    out_f32: 1,
+                    tile_n: 0,
+                    planes: 3,
+                };
+                // SAFETY: as in `qkv_gate`.
+                self.launched("router_planes", unsafe { bridge::router_planes(&params, &self.launch) })
+            }
+        }
+    }
+
+    /// Top 8, their weights, and the local routes by expert.
+    pub fn router_topk(&self) -> Result<()> {
+        let (a, s) = (&self.args, &self.scratch);
+        let params = RouterTopkParams {
+            logits: s.logits as *const f32,
+            bias: self.weights.router_bias.ptr() as *const f32,
+            local_start: a.local_start as *const i32,
+            topk_ids: a.topk_ids as *mut i32,
+            topk_scores: a.topk_scores as *mut f32,
+            router_logits: a.router_logits as *mut f32,
+            expert_offsets: s.expert_offsets as *mut i32,
+            route_token: s.route_token as *mut i32,
+            token_route: s.token_route as *mut i32,
+            block_counts: s.block_counts as *mut i32,
+            counters: s.control as *mut u32,
+            num_tokens_non_padded: a.num_tokens_non_padded as *const i32,
+            tokens: self.tokens(),
+            splits: self.plan.launches.router.splits as i32,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("router_topk", unsafe { bridge::router_topk(&params, &self.launch) })
+    }
+
+    /// The first plane of `ffn_input` to FP32 splits of [T, 4096].
+    pub fn pooler(&self) -> Result<()> {
+        let d = &self.plan.launches.pooler;
+        let params = self.dense(d, &self.weights.pooler, self.args.ffn_input, PLANES_STRIDE, self.scratch.pooled);
+        // SAFETY: as in `qkv_gate`.
+        self.launched("pooler", unsafe { bridge::pooler(&params, &self.launch) })
+    }
+
+    /// The first sorted route of a pass.
+    fn route_begin(&self, pass: u32) -> i32 {
+        (pass * self.plan.launches.experts.route_bound) as i32
+    }
+
+    /// Norms the pooled rows and writes each once per route of the pass.
+    pub fn pre_expert_norm(&self, pass: u32) -> Result<()> {
+        let s = &self.scratch;
+        let params = PreExpertNormParams {
+            pooled: s.pooled as *const f32,
+            norm_weight: self.weights.pre_expert_norm.ptr() as *const f32,
+            token_route: s.token_route as *const i32,
+            x: s.x as *mut _,
+            // A tap of tokens, not of routes: once is enough.
+            expert_input: if pass == 0 { self.args.expert_input as *mut f32 } else { std::ptr::null_mut() },
+            tokens: self.tokens(),
+            splits: self.plan.launches.pooler.splits as i32,
+            route_begin: self.route_begin(pass),
+            route_bound: self.plan.launches.experts.route_bound as i32,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("pre_expert_norm", unsafe { bridge::pre_expert_norm(&params, &self.launch) })
+    }
+
+    fn expert_gemm(&self, pass: u32) -> ExpertGemmParams {
+        let e = &self.plan.launches.experts;
+        ExpertGemmParams {
+            expert_offsets: self.scratch.expert_offsets as *const i32,
+            weight_kind: (e.weight_kind == WeightKind::Bf16) as i32,
+            splits: 1,
+            few: e.few as i32,
+            route_begin: self.route_begin(pass),
+            route_bound: e.route_bound as i32,
+            max_routes_per_expert: e.max_routes_per_expert as i32,
+            ..Default::default()
+        }
+    }
+
+    /// Gate and up of each route, and SwiGLU.
+    pub fn w13(&self, pass: u32) -> Result<()> {
+        let params = ExpertGemmParams {
+            weight: self.weights.w13.weight.ptr() as *const _,
+            scale: self.weights.w13.scale.ptr() as *const f32,
+            x: self.scratch.x as *const _,
+            out: self.scratch.inter as *mut _,
+            swiglu: 1,
+            ..self.expert_gemm(pass)
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("w13", unsafe { bridge::w13(&params, &self.launch) })
+    }
+
+    /// Down projection of each route.
+    pub fn w2(&self, pass: u32) -> Result<()> {
+        let params = ExpertGemmParams {
+            weight: self.weights.w2.weight.ptr() as *const _,
+            scale: self.weights.w2.scale.ptr() as *const f32,
+            x: self.scratch.inter as *const _,
+            out: self.scratch.y as *mut _,
+            splits: self.plan.launches.experts.w2_splits as i32,
+            ..self.expert_gemm(pass)
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("w2", unsafe { bridge::w2(&params, &self.launch) })
+    }
+
+    /// Norms and sums each token's routes of the pass, by slot.
+    pub fn combine(&self, pass: u32) -> Result<()> {
+        let (s, e) = (&self.scratch, &self.plan.launches.experts);
+        let params = CombineParams {
+            y: s.y as *const _,
+            norm_weight: self.weights.post_expert_norm.ptr() as *const f32,
+            topk_scores: self.args.topk_scores as *const f32,
+            token_route: s.token_route as *const i32,
+            accumulate: if e.passes > 1 { s.accumulate as *mut f32 } else { std::ptr::null_mut() },
+            moe_mix: self.args.moe_mix as *mut _,
+            y_f32: (e.w2_splits > 1) as i32,
+            tokens: self.tokens(),
+            splits: e.w2_splits as i32,
+            route_begin: self.route_begin(pass),
+            route_bound: e.route_bound as i32,
+            first_pass: (pass == 0) as i32,
+            last_pass: (pass + 1 == e.passes) as i32,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("combine", unsafe { bridge::combine(&params, &self.launch) })
+    }
+
+    /// BF16 [T, 4096] to the rank's columns of the unpooled branch.
+    pub fn unpooler(&self) -> Result<()> {
+        let d = &self.plan.launches.unpooler;
+        let params =
+            self.dense(d, &self.weights.unpooler, self.args.moe_mix, m::EXPERT_DIM as i32, self.scratch.unpooled);
+        // SAFETY: as in `qkv_gate`.
+        self.launched("unpooler", unsafe { bridge::unpooler(&params, &self.launch) })
+    }
+
+    /// The second residual boundary and the next layer's norm.
+    pub fn ffn_boundary(&self) -> Result<()> {
+        let (a, w, d) = (&self.args, &self.weights, &self.plan.launches.unpooler);
+        let params = FfnBoundaryParams {
+            stream: a.stream_after_attn as *const f32,
+            branch: self.scratch.unpooled as *const _,
+            alpha: w.ffn_alpha.ptr() as *const f32,
+            beta: w.ffn_beta.ptr() as *const f32,
+            post_norm_weight: w.post_ffn_norm.ptr() as *const f32,
+            next_norm_weight: w.next_pre_attn_norm.as_ref().map_or(0, Buffer::ptr) as *const f32,
+            stream_out: a.stream_out as *mut f32,
+            hidden: a.hidden as *mut _,
+            ffn_out: a.ffn_out as *mut f32,
+            tokens: self.tokens(),
+            splits: d.splits as i32,
+            branch_f32: d.out_f32 as i32,
+            column_begin: d.row_begin as i32,
+            columns: d.rows as i32,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("ffn_boundary", unsafe { bridge::ffn_boundary(&params, &self.launch) })
+    }
+}

@@ -1,0 +1,645 @@
+//! The C ABI of `csrc/include/muse_spark_layer.h`, which documents every function and field.
+//!
+//! Each function checks its pointers, turns raw addresses into checked views, and returns a status; the
+//! text of an error stays with the thread. Panics are caught here and become `MSL_INTERNAL`.
+#![allow(unsafe_code)]
+#![allow(missing_docs)]
+
+use crate::backend::cuda::model as m;
+use crate::config::{LayerConfig, LayerKind, QueryPrecision, Taps, WeightKind};
+use crate::error::{Error, Result};
+use crate::kv_cache::PagedKvCache;
+use crate::layer::{Backend, DecoderLayer};
+use crate::plan::{AttentionEngine, Plan, PlanKey};
+use crate::step::{
+    AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
+};
+use crate::stream::Stream;
+use crate::tensor::{DType, DeviceTensor};
+use crate::weights::LayerWeights;
+use crate::workspace::Workspace;
+use std::cell::RefCell;
+use std::ffi::{c_char, c_void, CStr, CString};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
+/// `MSL_ABI_VERSION`.
+pub const ABI_VERSION: u32 = 1;
+
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
+}
+
+/// Status of an error.
+fn status(error: &Error) -> i32 {
+    match error {
+        Error::NanScale { .. } | Error::File { .. } | Error::Format { .. } => 2,
+        Error::CudaDimensions { .. } | Error::Unsupported { .. } | Error::UnsupportedGpu { .. } => 3,
+        Error::NoCuda | Error::NoDevice { .. } => 4,
+        Error::Cuda { .. } | Error::Nccl { .. } => 5,
+        Error::Internal { .. } => 6,
+        _ => 1,
+    }
+}
+
+fn remember(text: String) {
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    LAST_ERROR.with(|last| *last.borrow_mut() = text);
+}
+
+/// Runs a call: its error, or its panic, becomes a status and a text.
+fn call(body: impl FnOnce() -> Result<()>) -> i32 {
+    let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|s| s.to_string());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "panic".into());
+        Err(Error::Internal { what: text })
+    });
+    match result {
+        Ok(()) => 0,
+        Err(error) => {
+            remember(error.to_string());
+            status(&error)
+        }
+    }
+}
+
+/// A struct of a caller whose header may be older or newer than this library.
+trait Sized32: Copy {
+    const NAME: &'static str;
+}
+
+/// Copies what the caller knows of a struct; the rest is zero.
+///
+/// # Safety
+/// `ptr` is null or points to as many bytes as its first field says.
+unsafe fn take<T: Sized32>(ptr: *const T) -> Result<T> {
+    if ptr.is_null() {
+        return Err(Error::Null { tensor: T::NAME.into() });
+    }
+    // SAFETY: every such struct begins with its size, and all-zero bytes are a value of it.
+    unsafe {
+        let given = ptr.cast::<u32>().read_unaligned() as usize;
+        let known = size_of::<T>();
+        // The first version of each struct is the smallest there is.
+        if given < known {
+            let what = format!("{}.struct_size", T::NAME);
+            return Err(Error::Value { what, wanted: format!("at least {known}"), got: given.to_string() });
+        }
+        let bytes = std::slice::from_raw_parts(ptr.cast::<u8>(), given);
+        if bytes[known..].iter().any(|&b| b != 0) {
+            let what = format!("{}: fields past byte {known}", T::NAME);
+            return Err(Error::Value {
+                what,
+                wanted: "zero: this library does not know them".into(),
+                got: "set".into(),
+            });
+        }
+        let mut value = std::mem::zeroed::<T>();
+        std::ptr::copy_nonoverlapping(ptr.cast::<u8>(), (&mut value as *mut T).cast::<u8>(), known);
+        Ok(value)
+    }
+}
+
+/// # Safety
+/// `ptr` is null or a live handle of this library.
+unsafe fn handle<'a, T>(name: &str, ptr: *const T) -> Result<&'a T> {
+    // SAFETY: the caller's promise.
+    unsafe { ptr.as_ref() }.ok_or_else(|| Error::Null { tensor: name.into() })
+}
+
+/// # Safety
+/// `ptr` is null or a zero-terminated string.
+unsafe fn string(what: &str, ptr: *const c_char) -> Result<String> {
+    if ptr.is_null() {
+        return Err(Error::Null { tensor: what.into() });
+    }
+    // SAFETY: the caller's promise.
+    Ok(unsafe { CStr::from_ptr(ptr) }.to_string_lossy().into_owned())
+}
+
+fn choice<T: Copy>(what: &str, value: i32, choices: &[T]) -> Result<T> {
+    usize::try_from(value).ok().and_then(|i| choices.get(i)).copied().ok_or_else(|| Error::Value {
+        what: what.into(),
+        wanted: format!("0 to {}", choices.len() - 1),
+        got: value.to_string(),
+    })
+}
+
+/// Hands a new object to the caller.
+///
+/// # Safety
+/// `out` is null or may be written.
+unsafe fn give<T>(name: &str, out: *mut *mut T, make: impl FnOnce() -> Result<T>) -> Result<()> {
+    if out.is_null() {
+        return Err(Error::Null { tensor: name.into() });
+    }
+    // SAFETY: the caller's promise.
+    unsafe { *out = std::ptr::null_mut() };
+    let object = Box::new(make()?);
+    // SAFETY: as above.
+    unsafe { *out = Box::into_raw(object) };
+    Ok(())
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MslTensor {
+    pub name: *const c_char,
+    pub data: *const c_void,
+    pub dtype: i32,
+    pub rank: i32,
+    pub shape: [i64; 4],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MslLayerOptions {
+    pub struct_size: u32,
+    pub device: i32,
+    pub experts: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MslPlanOptions {
+    pub struct_size: u32,
+    pub tokens: u32,
+    pub requests: u32,
+    pub max_q_len: u32,
+    pub table_width: u32,
+    pub page_size: u32,
+    pub kind: i32,
+    pub engine: i32,
+    pub query: i32,
+    pub rank: u32,
+    pub taps: i32,
+    pub plain_launch: i32,
+    pub route_bound: u32,
+    pub skip_slot_zero: i32,
+    pub synchronize: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MslTap {
+    pub name: *const c_char,
+    pub data: *mut c_void,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MslStep {
+    pub struct_size: u32,
+    pub tap_count: u32,
+    pub attn_input: *const c_void,
+    pub positions: *const c_void,
+    pub cache_loc: *const c_void,
+    pub cu_seqlens_q: *const c_void,
+    pub cache_seqlens: *const c_void,
+    pub page_table: *const c_void,
+    pub table_stride: i64,
+    pub k_scale: *const c_void,
+    pub v_scale: *const c_void,
+    pub k_cache: *mut c_void,
+    pub v_cache: *mut c_void,
+    pub pages: i64,
+    pub stream: *const c_void,
+    pub local_start: *const c_void,
+    pub num_tokens_non_padded: *const c_void,
+    pub topk_ids: *mut c_void,
+    pub hidden: *mut c_void,
+    pub stream_out: *mut c_void,
+    pub attn_out: *mut c_void,
+    pub stream_after_attn: *mut c_void,
+    pub moe_mix: *mut c_void,
+    pub taps: *const MslTap,
+}
+
+impl Sized32 for MslLayerOptions {
+    const NAME: &'static str = "msl_layer_options";
+}
+impl Sized32 for MslPlanOptions {
+    const NAME: &'static str = "msl_plan_options";
+}
+impl Sized32 for MslStep {
+    const NAME: &'static str = "msl_step";
+}
+
+/// `msl_layer`.
+pub struct MslLayer(DecoderLayer);
+/// `msl_workspace`.
+pub struct MslWorkspace(Workspace);
+/// `msl_plan`, with its text.
+pub struct MslPlan {
+    plan: Plan,
+    text: CString,
+}
+
+#[no_mangle]
+pub extern "C" fn msl_abi_version() -> u32 {
+    ABI_VERSION
+}
+
+#[no_mangle]
+pub extern "C" fn msl_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+#[no_mangle]
+pub extern "C" fn msl_last_error() -> *const c_char {
+    LAST_ERROR.with(|last| last.borrow().as_ptr())
+}
+
+const DTYPES: [DType; 7] = [DType::F32, DType::Bf16, DType::F16, DType::E4m3, DType::U8, DType::I32, DType::I64];
+
+/// # Safety
+/// As the header says.
+unsafe fn named(t: &MslTensor) -> Result<(String, DeviceTensor)> {
+    // SAFETY: the caller's promise.
+    let name = unsafe { string("weights[].name", t.name)? };
+    let dtype = choice(&format!("{name}: dtype"), t.dtype, &DTYPES)?;
+    let bad = |got: String| Error::Value { what: name.clone(), wanted: "0 to 4 extents, none negative".into(), got };
+    let extents = usize::try_from(t.rank).ok().and_then(|n| t.shape.get(..n)).ok_or_else(|| bad(t.rank.to_string()))?;
+    let shape: Vec<usize> = extents.iter().filter_map(|&n| usize::try_from(n).ok()).collect();
+    if shape.len() != extents.len() {
+        return Err(bad(format!("{extents:?}")));
+    }
+    // SAFETY: the caller's promise.
+    let view = unsafe { DeviceTensor::contiguous(t.data as u64, dtype, &shape) };
+    Ok((name, view))
+}
+
+/// # Safety
+/// `options` as [`take`]; `weights` points to `count` tensors; `layer` may be written.
+#[no_mangle]
+pub unsafe extern "C" fn msl_layer_create(
+    options: *const MslLayerOptions,
+    weights: *const MslTensor,
+    count: usize,
+    layer: *mut *mut MslLayer,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's promises, here and below.
+        unsafe {
+            give("layer", layer, || {
+                let options = take(options)?;
+                let experts = choice("experts", options.experts, &[WeightKind::Nvfp4, WeightKind::Bf16])?;
+                let config = LayerConfig { experts, ..LayerConfig::muse_spark_tp8() };
+                if weights.is_null() && count > 0 {
+                    return Err(Error::Null { tensor: "weights".into() });
+                }
+                let given = if count == 0 { &[][..] } else { std::slice::from_raw_parts(weights, count) };
+                let tensors = given.iter().map(|t| named(t)).collect::<Result<Vec<_>>>()?;
+                let weights = LayerWeights::from_device(&config, tensors)?;
+                let device = Backend::Cuda { device: options.device };
+                Ok(MslLayer(DecoderLayer::new(config, weights, device)?))
+            })
+        }
+    })
+}
+
+/// # Safety
+/// `layer` is null or a handle that is not used again.
+#[no_mangle]
+pub unsafe extern "C" fn msl_layer_destroy(layer: *mut MslLayer) {
+    // SAFETY: the caller's promise.
+    unsafe { destroy(layer) }
+}
+
+/// # Safety
+/// `layer` is null or a live handle.
+#[no_mangle]
+pub unsafe extern "C" fn msl_layer_weight_bytes(layer: *const MslLayer) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe { layer.as_ref() }.map_or(0, |l| l.0.weight_bytes())
+}
+
+/// # Safety
+/// `ptr` is null or came from `give` and is not used again.
+unsafe fn destroy<T>(ptr: *mut T) {
+    if !ptr.is_null() {
+        // SAFETY: the caller's promise. A panic in a destructor ends here.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(unsafe { Box::from_raw(ptr) })));
+    }
+}
+
+/// # Safety
+/// `layer` is a live handle; `options` as [`take`]; `plan` may be written.
+#[no_mangle]
+pub unsafe extern "C" fn msl_plan_create(
+    layer: *const MslLayer,
+    options: *const MslPlanOptions,
+    plan: *mut *mut MslPlan,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's promises.
+        unsafe {
+            give("plan", plan, || {
+                let plan = handle("layer", layer)?.0.plan(key(&take(options)?)?)?;
+                let text = CString::new(plan.to_string()).unwrap_or_default();
+                Ok(MslPlan { plan, text })
+            })
+        }
+    })
+}
+
+fn key(o: &MslPlanOptions) -> Result<PlanKey> {
+    Ok(PlanKey {
+        tokens: o.tokens,
+        requests: o.requests,
+        max_q_len: o.max_q_len,
+        table_width: o.table_width,
+        page_size: o.page_size,
+        kind: choice("kind", o.kind, &[LayerKind::Full, LayerKind::Sliding])?,
+        engine: choice("engine", o.engine, &[AttentionEngine::Own, AttentionEngine::Fa3])?,
+        query: choice("query", o.query, &[QueryPrecision::Fp16, QueryPrecision::E4m3])?,
+        rank: o.rank,
+        taps: if o.taps != 0 { Taps::All } else { Taps::None },
+        dependent_launch: o.plain_launch == 0,
+        route_bound: (o.route_bound > 0).then_some(o.route_bound),
+        skip_slot_zero: o.skip_slot_zero != 0,
+        synchronize: o.synchronize != 0,
+    })
+}
+
+/// # Safety
+/// `plan` is null or a handle that is not used again.
+#[no_mangle]
+pub unsafe extern "C" fn msl_plan_destroy(plan: *mut MslPlan) {
+    // SAFETY: the caller's promise.
+    unsafe { destroy(plan) }
+}
+
+/// # Safety
+/// `plan` is null or a live handle.
+#[no_mangle]
+pub unsafe extern "C" fn msl_plan_workspace_bytes(plan: *const MslPlan) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe { plan.as_ref() }.map_or(0, |p| p.plan.workspace_bytes)
+}
+
+/// # Safety
+/// `plan` is null or a live handle.
+#[no_mangle]
+pub unsafe extern "C" fn msl_plan_text(plan: *const MslPlan) -> *const c_char {
+    // SAFETY: the caller's promise.
+    unsafe { plan.as_ref() }.map_or(c"".as_ptr(), |p| p.text.as_ptr())
+}
+
+/// # Safety
+/// `layer` is a live handle; `workspace` may be written.
+#[no_mangle]
+pub unsafe extern "C" fn msl_workspace_create(
+    layer: *const MslLayer,
+    bytes: u64,
+    workspace: *mut *mut MslWorkspace,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's promises.
+        unsafe { give("workspace", workspace, || Ok(MslWorkspace(handle("layer", layer)?.0.workspace_of(bytes)?))) }
+    })
+}
+
+/// # Safety
+/// `layer` is a live handle; `memory` is `bytes` of its device's memory; `workspace` may be written.
+#[no_mangle]
+pub unsafe extern "C" fn msl_workspace_wrap(
+    layer: *const MslLayer,
+    memory: *mut c_void,
+    bytes: u64,
+    workspace: *mut *mut MslWorkspace,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's promises.
+        unsafe {
+            give("workspace", workspace, || {
+                Ok(MslWorkspace(handle("layer", layer)?.0.workspace_from_raw(memory as u64, bytes)?))
+            })
+        }
+    })
+}
+
+/// # Safety
+/// `workspace` is null or a handle that is not used again.
+#[no_mangle]
+pub unsafe extern "C" fn msl_workspace_destroy(workspace: *mut MslWorkspace) {
+    // SAFETY: the caller's promise.
+    unsafe { destroy(workspace) }
+}
+
+/// # Safety
+/// `workspace` is null or a live handle.
+#[no_mangle]
+pub unsafe extern "C" fn msl_workspace_bytes(workspace: *const MslWorkspace) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe { workspace.as_ref() }.map_or(0, |w| w.0.bytes())
+}
+
+/// Views of a step's raw addresses, shaped as the plan says.
+struct Views<'a> {
+    step: MslStep,
+    plan: &'a Plan,
+}
+
+impl Views<'_> {
+    fn view(&self, ptr: *const c_void, dtype: DType, shape: &[usize]) -> DeviceTensor {
+        // SAFETY: `msl_forward`'s caller promised memory of the documented shapes.
+        unsafe { DeviceTensor::contiguous(ptr as u64, dtype, shape) }
+    }
+
+    fn optional(&self, ptr: *const c_void, dtype: DType, shape: &[usize]) -> Option<DeviceTensor> {
+        (!ptr.is_null()).then(|| self.view(ptr, dtype, shape))
+    }
+
+    fn tokens(&self) -> usize {
+        self.plan.key.tokens as usize
+    }
+
+    fn wide(&self, ptr: *const c_void, dtype: DType) -> DeviceTensor {
+        self.view(ptr, dtype, &[self.tokens(), m::HIDDEN as usize])
+    }
+
+    fn hidden(&self) -> Option<DeviceTensor> {
+        self.optional(self.step.hidden, DType::Bf16, &[self.tokens(), m::HIDDEN as usize])
+    }
+
+    fn topk_ids(&self) -> DeviceTensor {
+        self.view(self.step.topk_ids, DType::I32, &[self.tokens(), m::TOP_K as usize])
+    }
+
+    fn moe_mix(&self) -> DeviceTensor {
+        self.view(self.step.moe_mix, DType::Bf16, &[self.tokens(), m::EXPERT_DIM as usize])
+    }
+
+    fn non_padded(&self) -> Option<DeviceTensor> {
+        self.optional(self.step.num_tokens_non_padded, DType::I32, &[1])
+    }
+
+    fn attention(&self) -> Result<AttentionInput> {
+        let (s, key) = (&self.step, &self.plan.key);
+        let (t, b, width) = (self.tokens(), key.requests as usize, key.table_width as usize);
+        let pages = usize::try_from(s.pages).map_err(|_| Error::Value {
+            what: "pages".into(),
+            wanted: "not negative".into(),
+            got: s.pages.to_string(),
+        })?;
+        // SAFETY: as in `view`.
+        let (page_table, cache) = unsafe {
+            let strides = [s.table_stride, 1];
+            (
+                DeviceTensor::strided(s.page_table as u64, DType::I32, &[b, width], &strides),
+                PagedKvCache::from_raw(s.k_cache as u64, s.v_cache as u64, pages, key.page_size as usize)?,
+            )
+        };
+        Ok(AttentionInput {
+            attn_input: self.wide(s.attn_input, DType::Bf16),
+            positions: self.view(s.positions, DType::I64, &[t]),
+            cache_loc: self.view(s.cache_loc, DType::I64, &[t]),
+            cu_seqlens_q: self.view(s.cu_seqlens_q, DType::I32, &[b + 1]),
+            cache_seqlens: self.view(s.cache_seqlens, DType::I32, &[b]),
+            page_table,
+            k_scale: self.view(s.k_scale, DType::F32, &[1]),
+            v_scale: self.view(s.v_scale, DType::F32, &[1]),
+            cache,
+        })
+    }
+
+    fn taps(&self) -> Result<DeviceTaps> {
+        let mut taps = DeviceTaps::default();
+        for i in 0..self.step.tap_count as usize {
+            if self.step.taps.is_null() {
+                return Err(Error::Null { tensor: "taps".into() });
+            }
+            // SAFETY: the caller promised `tap_count` taps with zero-terminated names.
+            let (tap, data) = unsafe {
+                let t = &*self.step.taps.add(i);
+                (string("taps[].name", t.name)?.parse::<Tap>()?, t.data)
+            };
+            taps.set(tap, self.view(data, tap.dtype(), &tap.shape(self.tokens())));
+        }
+        Ok(taps)
+    }
+}
+
+/// What the four calls share: handles and step checked, then the call.
+///
+/// # Safety
+/// The handles are live, `workspace` is used by no other call at the same time, `step` as [`take`], its
+/// pointers and the stream as the header says.
+unsafe fn stepped(
+    layer: *const MslLayer,
+    plan: *const MslPlan,
+    workspace: *mut MslWorkspace,
+    step: *const MslStep,
+    stream: *mut c_void,
+    run: impl FnOnce(&DecoderLayer, &Plan, &mut Workspace, &Views, Stream) -> Result<()>,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's promises.
+        unsafe {
+            let layer = &handle("layer", layer)?.0;
+            let plan = &handle("plan", plan)?.plan;
+            let workspace = workspace.as_mut().ok_or_else(|| Error::Null { tensor: "workspace".into() })?;
+            let views = Views { step: take(step)?, plan };
+            run(layer, plan, &mut workspace.0, &views, Stream::from_raw(stream))
+        }
+    })
+}
+
+/// # Safety
+/// As [`stepped`].
+#[no_mangle]
+pub unsafe extern "C" fn msl_forward(
+    layer: *const MslLayer,
+    plan: *const MslPlan,
+    workspace: *mut MslWorkspace,
+    step: *const MslStep,
+    stream: *mut c_void,
+) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            let input = DeviceInput {
+                attention: v.attention()?,
+                stream: v.wide(v.step.stream, DType::F32),
+                local_start: v.view(v.step.local_start, DType::I32, &[1]),
+                num_tokens_non_padded: v.non_padded(),
+            };
+            let output = DeviceOutput {
+                hidden: v.hidden(),
+                stream: v.wide(v.step.stream_out, DType::F32),
+                topk_ids: v.topk_ids(),
+                taps: v.taps()?,
+            };
+            layer.forward(plan, workspace, &input, &output, stream)
+        })
+    }
+}
+
+/// # Safety
+/// As [`stepped`].
+#[no_mangle]
+pub unsafe extern "C" fn msl_attention_block(
+    layer: *const MslLayer,
+    plan: *const MslPlan,
+    workspace: *mut MslWorkspace,
+    step: *const MslStep,
+    stream: *mut c_void,
+) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            let attn_out = v.wide(v.step.attn_out, DType::Bf16);
+            layer.attention_block(plan, workspace, &v.attention()?, &attn_out, stream)
+        })
+    }
+}
+
+/// # Safety
+/// As [`stepped`].
+#[no_mangle]
+pub unsafe extern "C" fn msl_moe_block(
+    layer: *const MslLayer,
+    plan: *const MslPlan,
+    workspace: *mut MslWorkspace,
+    step: *const MslStep,
+    stream: *mut c_void,
+) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            let input = MoeInput {
+                stream: v.wide(v.step.stream, DType::F32),
+                attn_out: v.wide(v.step.attn_out, DType::Bf16),
+                local_start: v.view(v.step.local_start, DType::I32, &[1]),
+                num_tokens_non_padded: v.non_padded(),
+            };
+            let output = MoeOutput {
+                stream_after_attn: v.wide(v.step.stream_after_attn, DType::F32),
+                topk_ids: v.topk_ids(),
+                moe_mix: v.moe_mix(),
+            };
+            layer.moe_block(plan, workspace, &input, &output, stream)
+        })
+    }
+}
+
+/// # Safety
+/// As [`stepped`].
+#[no_mangle]
+pub unsafe extern "C" fn msl_final_block(
+    layer: *const MslLayer,
+    plan: *const MslPlan,
+    workspace: *mut MslWorkspace,
+    step: *const MslStep,
+    stream: *mut c_void,
+) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            let input =
+                FinalInput { stream_after_attn: v.wide(v.step.stream_after_attn, DType::F32), moe_mix: v.moe_mix() };
+            let output = FinalOutput { hidden: v.hidden(), stream: v.wide(v.step.stream_out, DType::F32) };
+            layer.final_block(plan, workspace, &input, &output, stream)
+        })
+    }
+}

@@ -1,0 +1,396 @@
+//! The decoder layer: [`DecoderLayer::new`], [`DecoderLayer::plan`], [`DecoderLayer::forward`].
+//!
+//! `forward` runs a step on device memory: it allocates nothing, synchronises nothing, uses only the
+//! caller's stream, and may be captured into a CUDA graph, as its first call too. The layer can be called
+//! whole, where the ranks' partials are taken for the sums, or in three segments with the caller's
+//! communication between them:
+//!
+//! 1. [`DecoderLayer::attention_block`] to `attn_out`, a partial to be summed over the ranks;
+//! 2. [`DecoderLayer::moe_block`] to `moe_mix`, a partial to be summed over the ranks;
+//! 3. [`DecoderLayer::final_block`].
+//!
+//! [`DecoderLayer::forward_host`] runs a step on host arrays, on either backend: for checks and examples.
+
+use crate::backend::cpu::{Cache, CpuLayer, StepInput, StepOptions, StepOutput};
+use crate::config::LayerConfig;
+use crate::error::{Error, Result};
+use crate::plan::{Plan, PlanKey};
+use crate::step::{
+    self, Args, AttentionInput, Checked, DeviceInput, DeviceOutput, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
+};
+use crate::stream::Stream;
+use crate::tensor::DeviceTensor;
+use crate::weights::LayerWeights;
+use crate::workspace::{Layout, Workspace};
+
+#[cfg(feature = "cuda")]
+use crate::backend::cuda::{ops::Step, params::Launch, Device};
+#[cfg(feature = "cuda")]
+use crate::weights::device::DeviceWeights;
+
+/// Where a layer runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// The reference, on host memory.
+    Cpu,
+    /// A Hopper GPU, by ordinal.
+    Cuda {
+        /// CUDA device ordinal.
+        device: i32,
+    },
+}
+
+#[derive(Debug)]
+enum Engine {
+    Cpu(CpuLayer<'static>),
+    #[cfg(feature = "cuda")]
+    Cuda {
+        device: Device,
+        weights: Box<DeviceWeights>,
+    },
+}
+
+/// One rank's part of a decoder layer, its weights in the backend's form.
+#[derive(Debug)]
+pub struct DecoderLayer {
+    config: LayerConfig,
+    has_next_norm: bool,
+    engine: Engine,
+}
+
+impl DecoderLayer {
+    /// Takes the weights to the backend. May allocate and synchronise; the originals may be dropped or
+    /// freed afterwards.
+    pub fn new(config: LayerConfig, weights: LayerWeights, backend: Backend) -> Result<DecoderLayer> {
+        config.validate()?;
+        let has_next_norm = weights.has_next_norm();
+        let engine = match backend {
+            Backend::Cpu => {
+                let Some(tensors) = weights.into_host() else {
+                    return Err(Error::Memory { tensor: "weights".into(), wanted: "host", got: "device" });
+                };
+                Engine::Cpu(CpuLayer::new(config.clone(), tensors)?)
+            }
+            Backend::Cuda { device } => cuda_engine(device, &config, &weights)?,
+        };
+        Ok(DecoderLayer { config, has_next_norm, engine })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &LayerConfig {
+        &self.config
+    }
+
+    /// Where the layer runs.
+    pub fn backend(&self) -> Backend {
+        match &self.engine {
+            Engine::Cpu(_) => Backend::Cpu,
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { device, .. } => Backend::Cuda { device: device.ordinal() },
+        }
+    }
+
+    /// Whether steps give `hidden` (the last layer of a model gives the stream only).
+    pub fn has_next_norm(&self) -> bool {
+        self.has_next_norm
+    }
+
+    /// Bytes of device memory that the weights take; 0 on the CPU.
+    pub fn weight_bytes(&self) -> u64 {
+        match &self.engine {
+            Engine::Cpu(_) => 0,
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { weights, .. } => weights.bytes(),
+        }
+    }
+
+    /// Decides what steps of `key` launch. The kernels are loaded by then, so that nothing is loaded in
+    /// capture. `MUSE_SPARK_LAYER_SYNC=1` in the environment makes every plan a debugging one, which
+    /// synchronises after each operation and names the one that failed.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
+    pub fn plan(&self, mut key: PlanKey) -> Result<Plan> {
+        match &self.engine {
+            Engine::Cpu(_) => {
+                let plan = Plan::new(key, self.config.experts, 0)?;
+                Ok(Plan { workspace_bytes: 0, ..plan })
+            }
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { device, .. } => {
+                key.synchronize |= std::env::var("MUSE_SPARK_LAYER_SYNC").is_ok_and(|v| v == "1");
+                Plan::new(key, self.config.experts, device.sm_count())
+            }
+        }
+    }
+
+    /// A workspace large enough for `plan`, in memory of its own. Allocates and synchronises.
+    pub fn workspace(&self, plan: &Plan) -> Result<Workspace> {
+        self.workspace_of(plan.workspace_bytes)
+    }
+
+    /// A workspace of `bytes`, for all plans that fit. Allocates and synchronises.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn workspace_of(&self, bytes: u64) -> Result<Workspace> {
+        match &self.engine {
+            Engine::Cpu(_) => Ok(Workspace::none()),
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { device, .. } => Workspace::new(device, bytes),
+        }
+    }
+
+    /// A workspace in the caller's memory, 256-byte aligned. Synchronises.
+    ///
+    /// # Safety
+    /// `ptr .. ptr + bytes` is memory of the layer's device that nothing else uses while the workspace lives
+    /// and while work that used it is queued or captured.
+    #[allow(unsafe_code)]
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub unsafe fn workspace_from_raw(&self, ptr: u64, bytes: u64) -> Result<Workspace> {
+        match &self.engine {
+            Engine::Cpu(_) => Ok(Workspace::none()),
+            #[cfg(feature = "cuda")]
+            // SAFETY: the caller's promise.
+            Engine::Cuda { device, .. } => unsafe { Workspace::from_raw(device, ptr, bytes) },
+        }
+    }
+
+    /// A step on host arrays. On CUDA it uploads, runs and downloads: convenient, not fast.
+    pub fn forward_host(&self, input: &StepInput, cache: &mut Cache, options: &StepOptions) -> Result<StepOutput> {
+        match &self.engine {
+            Engine::Cpu(layer) => layer.forward(input, cache, options),
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { device, .. } => crate::backend::cuda::host::forward(self, device, input, cache, options),
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_engine(_device: i32, config: &LayerConfig, _weights: &LayerWeights) -> Result<Engine> {
+    crate::backend::cuda::model::check_dimensions(config)?;
+    Err(Error::NoCuda)
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_engine(device: i32, config: &LayerConfig, weights: &LayerWeights) -> Result<Engine> {
+    crate::backend::cuda::model::check_dimensions(config)?;
+    let device = Device::new(device)?;
+    let weights = Box::new(DeviceWeights::new(&device, config, weights)?);
+    Ok(Engine::Cuda { device, weights })
+}
+
+/// Steps on device memory. What can be checked without a device is checked first, in every build.
+impl DecoderLayer {
+    /// A whole step: the collectives are the identity.
+    pub fn forward(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &DeviceInput,
+        output: &DeviceOutput,
+        stream: Stream,
+    ) -> Result<()> {
+        let checked = step::check_step(plan, input, output, self.has_next_norm)?;
+        self.run(plan, workspace, checked, stream, Segment::Whole, |args, scratch| {
+            let tap = |tap| output.taps.get(tap).map(DeviceTensor::ptr);
+            attention_args(args, &input.attention);
+            args.attn_core = tap(Tap::AttnCore).unwrap_or(0);
+            args.attn_out = tap(Tap::AttnOut).unwrap_or(scratch.attn_out);
+            args.stream = input.stream.ptr();
+            args.stream_after_attn = tap(Tap::StreamAfterAttn).unwrap_or(scratch.stream_after_attn);
+            args.ffn_input = tap(Tap::FfnInput).unwrap_or(scratch.ffn_input);
+            args.router_logits = tap(Tap::RouterLogits).unwrap_or(0);
+            args.local_start = input.local_start.ptr();
+            args.num_tokens_non_padded = input.num_tokens_non_padded.as_ref().map_or(0, DeviceTensor::ptr);
+            args.topk_ids = output.topk_ids.ptr();
+            args.topk_scores = tap(Tap::TopkScores).unwrap_or(scratch.topk_scores);
+            args.expert_input = tap(Tap::ExpertInput).unwrap_or(0);
+            args.moe_mix = tap(Tap::MoeMix).unwrap_or(scratch.moe_mix);
+            args.ffn_out = tap(Tap::FfnOut).unwrap_or(0);
+            args.hidden = output.hidden.as_ref().map_or(0, DeviceTensor::ptr);
+            args.stream_out = output.stream.ptr();
+        })
+    }
+
+    /// Segment 1: `attn_out` BF16 [T, 8192], this rank's partial; the cache gets the step's entries.
+    pub fn attention_block(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &AttentionInput,
+        attn_out: &DeviceTensor,
+        stream: Stream,
+    ) -> Result<()> {
+        let checked = step::check_attention_block(plan, input, attn_out)?;
+        self.run(plan, workspace, checked, stream, Segment::Attention, |args, _| {
+            attention_args(args, input);
+            args.attn_out = attn_out.ptr();
+        })
+    }
+
+    /// Segment 2: boundary, routing and experts; `moe_mix` BF16 [T, 4096] is this rank's partial.
+    pub fn moe_block(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &MoeInput,
+        output: &MoeOutput,
+        stream: Stream,
+    ) -> Result<()> {
+        let checked = step::check_moe_block(plan, input, output)?;
+        self.run(plan, workspace, checked, stream, Segment::Moe, |args, scratch| {
+            args.stream = input.stream.ptr();
+            args.attn_out = input.attn_out.ptr();
+            args.local_start = input.local_start.ptr();
+            args.num_tokens_non_padded = input.num_tokens_non_padded.as_ref().map_or(0, DeviceTensor::ptr);
+            args.stream_after_attn = output.stream_after_attn.ptr();
+            args.ffn_input = scratch.ffn_input;
+            args.topk_ids = output.topk_ids.ptr();
+            args.topk_scores = scratch.topk_scores;
+            args.moe_mix = output.moe_mix.ptr();
+        })
+    }
+
+    /// Segment 3: the unpooler and the final boundary.
+    pub fn final_block(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &FinalInput,
+        output: &FinalOutput,
+        stream: Stream,
+    ) -> Result<()> {
+        let checked = step::check_final_block(plan, input, output, self.has_next_norm)?;
+        self.run(plan, workspace, checked, stream, Segment::Final, |args, _| {
+            args.stream_after_attn = input.stream_after_attn.ptr();
+            args.moe_mix = input.moe_mix.ptr();
+            args.hidden = output.hidden.as_ref().map_or(0, DeviceTensor::ptr);
+            args.stream_out = output.stream.ptr();
+        })
+    }
+
+    /// Fills the arguments and launches a segment.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn run(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        checked: Checked,
+        stream: Stream,
+        segment: Segment,
+        fill: impl FnOnce(&mut Args, &Layout),
+    ) -> Result<()> {
+        match &self.engine {
+            Engine::Cpu(_) => {
+                let what = "a step on device memory (use `forward_host`)".into();
+                Err(Error::Unsupported { backend: "CPU", what })
+            }
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { device, weights } => {
+                self.check_plan(plan, device)?;
+                if plan.key.tokens == 0 {
+                    return Ok(());
+                }
+                if workspace.device() != device.ordinal() {
+                    let (wanted, got) = (device.ordinal(), workspace.device());
+                    return Err(Error::Device { tensor: "workspace".into(), wanted, got });
+                }
+                let _current = device.make_current()?;
+                for (name, tensor) in checked.all() {
+                    device.check_pointer(name, tensor.ptr())?;
+                }
+                let scratch = workspace.layout(plan)?;
+                let mut args = Args::default();
+                fill(&mut args, &scratch);
+                let launch = Launch {
+                    stream: stream.as_ptr(),
+                    sm_count: device.sm_count() as i32,
+                    dependent: plan.key.dependent_launch as i32,
+                };
+                Step { device, weights, plan, scratch, args, launch }.run(segment)
+            }
+        }
+    }
+
+    /// A plan made by this layer or one like it.
+    #[cfg(feature = "cuda")]
+    fn check_plan(&self, plan: &Plan, device: &Device) -> Result<()> {
+        let (planned, own) = (plan.launches.experts.weight_kind, self.config.experts);
+        if planned != own {
+            return Err(Error::Plan { field: "experts", planned: planned.to_string(), got: own.to_string() });
+        }
+        let (planned, own) = (plan.sm_count, device.sm_count());
+        if planned != own {
+            return Err(Error::Plan { field: "sm_count", planned: planned.to_string(), got: own.to_string() });
+        }
+        Ok(())
+    }
+}
+
+/// The parts of a layer between which ranks communicate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+enum Segment {
+    Whole,
+    Attention,
+    Moe,
+    Final,
+}
+
+fn attention_args(args: &mut Args, x: &AttentionInput) {
+    args.attn_input = x.attn_input.ptr();
+    args.positions = x.positions.ptr();
+    args.cache_loc = x.cache_loc.ptr();
+    args.cu_seqlens_q = x.cu_seqlens_q.ptr();
+    args.cache_seqlens = x.cache_seqlens.ptr();
+    args.page_table = x.page_table.ptr();
+    args.table_stride = x.page_table.strides()[0];
+    args.k_scale = x.k_scale.ptr();
+    args.v_scale = x.v_scale.ptr();
+    args.k_cache = x.cache.k().ptr();
+    args.v_cache = x.cache.v().ptr();
+    args.pages = x.cache.pages() as i64;
+}
+
+/// The dataflow: each line is one operation. Shapes are at the methods, in `backend/cuda/ops.rs`.
+#[cfg(feature = "cuda")]
+impl Step<'_> {
+    fn run(&self, segment: Segment) -> Result<()> {
+        match segment {
+            Segment::Whole => {
+                self.attention_block()?;
+                self.moe_block()?;
+                self.final_block()
+            }
+            Segment::Attention => self.attention_block(),
+            Segment::Moe => self.moe_block(),
+            Segment::Final => self.final_block(),
+        }
+    }
+
+    fn attention_block(&self) -> Result<()> {
+        self.qkv_gate()?;
+        self.qk_norm_rope_append()?;
+        self.attention()?;
+        self.out_norm_gate()?;
+        self.o()
+    }
+
+    fn moe_block(&self) -> Result<()> {
+        self.attn_boundary()?;
+        // Routing before the pooler, so that the experts' kernels know their weights while it streams.
+        self.router()?;
+        self.router_topk()?;
+        self.pooler()?;
+        for pass in 0..self.plan.launches.experts.passes {
+            self.pre_expert_norm(pass)?;
+            self.w13(pass)?;
+            self.w2(pass)?;
+            self.combine(pass)?;
+        }
+        Ok(())
+    }
+
+    fn final_block(&self) -> Result<()> {
+        self.unpooler()?;
+        self.ffn_boundary()
+    }
+}

@@ -1,0 +1,295 @@
+//! What a step will launch: plain data, decided once from shapes, printable, and the same for every
+//! replay of a captured graph.
+//!
+//! A [`PlanKey`] says which steps are meant; [`DecoderLayer::plan`](crate::DecoderLayer::plan) checks it,
+//! takes every launch decision (`backend/cuda/heuristics.rs`) and sizes the workspace.
+
+use crate::backend::cuda::heuristics;
+use crate::backend::cuda::model as m;
+use crate::config::{check_page_size, LayerKind, QueryPrecision, Taps, WeightKind};
+use crate::error::{Error, Result};
+use crate::workspace::Layout;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The most tokens a step may have.
+pub const MAX_TOKENS: u32 = 32768;
+/// The most requests a step may have.
+pub const MAX_REQUESTS: u32 = 16384;
+/// The longest request, in tokens, that the attention's index arithmetic is made for.
+pub const MAX_TABLE_TOKENS: u64 = 1 << 24;
+
+/// Which attention runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AttentionEngine {
+    /// The crate's own, for every query length.
+    #[default]
+    Own,
+    /// FlashAttention-3 (feature `fa3`).
+    Fa3,
+}
+
+/// The steps a plan is for. Steps of one key may differ in lengths, positions, pages, scales and
+/// activations: those are read on the device.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PlanKey {
+    /// T: rows of the step, padding rows included. 0 is legal.
+    pub tokens: u32,
+    /// B: requests, zero-length ones included.
+    pub requests: u32,
+    /// Bound on a request's query length.
+    pub max_q_len: u32,
+    /// Valid columns of the page table.
+    pub table_width: u32,
+    /// Tokens a cache page holds: a power of two from 1 to 256.
+    pub page_size: u32,
+    /// Full or sliding attention.
+    pub kind: LayerKind,
+    /// The attention engine.
+    pub engine: AttentionEngine,
+    /// What queries are rounded to.
+    pub query: QueryPrecision,
+    /// This rank of the deployment: selects the unpooler's slice at up to 8 tokens.
+    pub rank: u32,
+    /// Whether a call may ask for intermediate results.
+    pub taps: Taps,
+    /// Programmatic dependent launch between the step's kernels.
+    pub dependent_launch: bool,
+    /// Local routes that one pass of the experts holds; routes beyond it cost extra passes. `None`: chosen.
+    pub route_bound: Option<u32>,
+    /// Tokens whose `cache_loc` is 0 store nothing (runtimes that use slot 0 as a sink).
+    pub skip_slot_zero: bool,
+    /// Debugging: synchronise after each operation and name the one that failed. Not for capture.
+    pub synchronize: bool,
+}
+
+impl PlanKey {
+    /// One new token for each of `requests` requests, page size 1, a page table of `table_width` columns.
+    pub fn decode(requests: u32, table_width: u32) -> PlanKey {
+        PlanKey {
+            tokens: requests,
+            requests,
+            max_q_len: 1,
+            table_width,
+            page_size: 1,
+            kind: LayerKind::Full,
+            engine: AttentionEngine::Own,
+            query: QueryPrecision::Fp16,
+            rank: 0,
+            taps: Taps::None,
+            dependent_launch: true,
+            route_bound: None,
+            skip_slot_zero: false,
+            synchronize: false,
+        }
+    }
+
+    /// `q_len` new tokens for each request: a verify block or a prefill chunk.
+    pub fn block(requests: u32, q_len: u32, table_width: u32) -> PlanKey {
+        PlanKey { tokens: requests * q_len, max_q_len: q_len, ..PlanKey::decode(requests, table_width) }
+    }
+
+    /// Checks every field against the limits.
+    pub fn validate(&self) -> Result<()> {
+        let limit = |what: &str, limit: u64, got: u64| {
+            if got <= limit {
+                return Ok(());
+            }
+            Err(Error::Limit { what: what.into(), limit, got })
+        };
+        limit("tokens", MAX_TOKENS as u64, self.tokens as u64)?;
+        limit("requests", MAX_REQUESTS as u64, self.requests as u64)?;
+        limit("max_q_len", self.tokens as u64, self.max_q_len as u64)?;
+        check_page_size(self.page_size as usize)?;
+        let columns = self.table_width as u64 * self.page_size as u64;
+        limit("table_width * page_size", MAX_TABLE_TOKENS, columns)?;
+        limit("rank", m::RANKS as u64 - 1, self.rank as u64)?;
+        let needed = |what: &str, got: u32| {
+            if got > 0 || self.tokens == 0 {
+                return Ok(());
+            }
+            Err(Error::Value {
+                what: what.into(),
+                wanted: "at least 1 when there are tokens".into(),
+                got: got.to_string(),
+            })
+        };
+        needed("requests", self.requests)?;
+        needed("max_q_len", self.max_q_len)?;
+        needed("table_width", self.table_width)?;
+        if (self.requests as u64 * self.max_q_len as u64) < self.tokens as u64 {
+            return Err(Error::Value {
+                what: "max_q_len".into(),
+                wanted: format!("at least tokens / requests = {} / {}", self.tokens, self.requests),
+                got: self.max_q_len.to_string(),
+            });
+        }
+        if self.route_bound == Some(0) {
+            return Err(Error::Value { what: "route_bound".into(), wanted: "at least 1".into(), got: "0".into() });
+        }
+        Ok(())
+    }
+}
+
+/// One dense projection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DensePlan {
+    /// First weight row (the unpooler's slice).
+    pub row_begin: u32,
+    /// Weight rows.
+    pub rows: u32,
+    /// Columns.
+    pub k: u32,
+    /// K splits, added in order by the consumer.
+    pub splits: u32,
+    /// Tokens a tile of the skinny kernel (8, 16, 32, 64), or 0: the tiled kernel.
+    pub tile_n: u32,
+    /// Whether the output is FP32 (always with splits), else BF16.
+    pub out_f32: bool,
+}
+
+/// The two forms of the router's logits, both FP32-grade.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RouterForm {
+    /// FP32 fused multiply-adds over the FP32 rows.
+    Rows,
+    /// Six products of three BF16 planes on the tensor cores.
+    Planes,
+}
+
+/// The router.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RouterPlan {
+    pub form: RouterForm,
+    pub splits: u32,
+}
+
+/// The attention.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttentionPlan {
+    /// The tiled kernel (long query blocks) instead of the split kernel.
+    pub tiled: bool,
+    /// Bound on a request's KV splits.
+    pub splits: u32,
+    /// Keys a token sees at most; 0: all.
+    pub window: u32,
+    /// Scratch for FP16 copies of the visible pages.
+    pub kv_scratch_bytes: u64,
+}
+
+/// The experts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertPlan {
+    pub weight_kind: WeightKind,
+    /// The few-token kernel instead of the many-token one.
+    pub few: bool,
+    /// K splits of w2.
+    pub w2_splits: u32,
+    /// Routes a pass holds.
+    pub route_bound: u32,
+    /// Passes launched; those past the step's routes exit at once.
+    pub passes: u32,
+    /// Bound on one expert's routes in a pass.
+    pub max_routes_per_expert: u32,
+}
+
+/// Every launch decision of a step, in the order of the step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Launches {
+    pub qkv_gate: DensePlan,
+    pub attention: AttentionPlan,
+    pub o: DensePlan,
+    pub router: RouterPlan,
+    pub pooler: DensePlan,
+    pub experts: ExpertPlan,
+    pub unpooler: DensePlan,
+}
+
+/// A checked key, the launches chosen for it, and the workspace it needs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    /// What the plan is for.
+    pub key: PlanKey,
+    /// Multiprocessors the decisions were taken for (0: the CPU backend).
+    pub sm_count: u32,
+    /// The launches.
+    pub launches: Launches,
+    /// Scratch a call needs, in bytes. May be shared by all layers on one stream.
+    pub workspace_bytes: u64,
+}
+
+impl Plan {
+    /// Decides everything for `key`. Pure: the same arguments give the same plan anywhere.
+    pub fn new(key: PlanKey, experts: WeightKind, sm_count: u32) -> Result<Plan> {
+        key.validate()?;
+        let launches = heuristics::choose(&key, experts, sm_count.max(1));
+        Ok(Plan::with_launches(key, launches, sm_count))
+    }
+
+    /// A plan with launches of the caller's choice (benchmarks, tests).
+    pub fn with_launches(key: PlanKey, launches: Launches, sm_count: u32) -> Plan {
+        let mut plan = Plan { key, sm_count, launches, workspace_bytes: 0 };
+        plan.workspace_bytes = Layout::measure(&plan);
+        plan
+    }
+
+    /// Kernel launches of a step.
+    pub fn launch_count(&self) -> u32 {
+        // The 11 launches outside the experts, and 4 a pass. Large steps build the expert lists apart.
+        if self.key.tokens == 0 {
+            0
+        } else {
+            11 + 4 * self.launches.experts.passes
+        }
+    }
+}
+
+impl fmt::Display for DensePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.tile_n {
+            0 => write!(f, "tiled")?,
+            n => write!(f, "skinny n={n}")?,
+        }
+        write!(f, ", [{}..{}, {}]", self.row_begin, self.row_begin + self.rows, self.k)?;
+        write!(f, ", splits {}, out {}", self.splits, if self.out_f32 { "f32" } else { "bf16" })
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (k, l) = (&self.key, &self.launches);
+        writeln!(
+            f,
+            "{} tokens of {} requests (q_len <= {}), {} attention, page {} x {}, queries {}, rank {}, {} SMs",
+            k.tokens, k.requests, k.max_q_len, k.kind, k.table_width, k.page_size, k.query, k.rank, self.sm_count
+        )?;
+        writeln!(
+            f,
+            "dependent launch {}, taps {:?}, about {} launches, workspace {:.1} MiB",
+            if k.dependent_launch { "on" } else { "off" },
+            k.taps,
+            self.launch_count(),
+            self.workspace_bytes as f64 / (1 << 20) as f64
+        )?;
+        writeln!(f, "  qkv_gate   {}", l.qkv_gate)?;
+        let a = &l.attention;
+        let form = if a.tiled { "tiled".into() } else { format!("split, at most {} a request", a.splits) };
+        writeln!(f, "  attention  {form}, window {}, kv scratch {} bytes", a.window, a.kv_scratch_bytes)?;
+        writeln!(f, "  o          {}", l.o)?;
+        writeln!(f, "  router     {:?}, splits {}", l.router.form, l.router.splits)?;
+        writeln!(f, "  pooler     {}", l.pooler)?;
+        let e = &l.experts;
+        writeln!(
+            f,
+            "  experts    {}, {}-token kernel, w2 splits {}, {} pass(es) of {} routes",
+            e.weight_kind,
+            if e.few { "few" } else { "many" },
+            e.w2_splits,
+            e.passes,
+            e.route_bound
+        )?;
+        write!(f, "  unpooler   {}", l.unpooler)
+    }
+}

@@ -1,0 +1,330 @@
+//! The memory a step works in: a control block of counters, then scratch.
+//!
+//! One function, [`Layout::carve`], walks the regions of a plan. [`Layout::measure`] runs it over no
+//! memory to size a workspace and a call runs it over a real one, so the two cannot disagree.
+//!
+//! Scratch need not survive between calls, may hold anything before one, and may be shared by all
+//! layers on one stream. The control block is not scratch: it is zeroed when the workspace is made, left
+//! zero by every call, and never shared by two streams at once.
+#![allow(unsafe_code)]
+
+use crate::backend::cuda::model as m;
+use crate::error::{Error, Result};
+use crate::plan::Plan;
+
+/// Words of the control block.
+pub const CONTROL_WORDS: usize = 64;
+/// Bytes of the control block.
+pub const CONTROL_BYTES: u64 = 4 * CONTROL_WORDS as u64;
+/// Alignment of a workspace and of every region in it.
+pub const ALIGNMENT: u64 = 256;
+
+/// Hands out consecutive regions. Over address 0 it only measures.
+struct Carver {
+    at: u64,
+    regions: Option<Vec<Region>>,
+}
+
+/// A region of a workspace, by name: for tests and for printing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Region {
+    pub name: &'static str,
+    pub begin: u64,
+    pub bytes: u64,
+}
+
+impl Carver {
+    fn take(&mut self, name: &'static str, element: u64, extents: &[u64]) -> u64 {
+        let bytes = element * extents.iter().product::<u64>();
+        let begin = self.at;
+        self.at = (begin + bytes).next_multiple_of(ALIGNMENT);
+        if let Some(regions) = &mut self.regions {
+            regions.push(Region { name, begin, bytes });
+        }
+        begin
+    }
+}
+
+/// Device addresses of a call's scratch, named as the fields of `csrc/include/params.h` that use them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// u32 [64], zero before and after every call.
+    pub control: u64,
+    /// FP32 [splits][T][2304].
+    pub qkv: u64,
+    /// FP16 [T][16][64].
+    pub q: u64,
+    /// FP32 [T][1024].
+    pub gate: u64,
+    /// FP32 [T][16][splits][64] (split attention).
+    pub acc: u64,
+    /// FP32 [T][16][splits][2] (split attention).
+    pub lse: u64,
+    /// FP32 [T][1024] (tiled attention).
+    pub tiled_out: u64,
+    /// FP16 copies of the visible pages (tiled attention).
+    pub kv_scratch: u64,
+    /// BF16 [T][1024].
+    pub gated: u64,
+    /// BF16 [T][8192].
+    pub attn_out: u64,
+    /// FP32 [T][8192].
+    pub stream_after_attn: u64,
+    /// BF16 [T][3][8192].
+    pub ffn_input: u64,
+    /// FP32 [splits][T][256].
+    pub logits: u64,
+    /// FP32 [T][8].
+    pub topk_scores: u64,
+    /// i32 [33].
+    pub expert_offsets: u64,
+    /// i32 [8 T].
+    pub route_token: u64,
+    /// i32 [T][8].
+    pub token_route: u64,
+    /// i32 [ceil(T / 256)][32].
+    pub block_counts: u64,
+    /// FP32 [splits][T][4096].
+    pub pooled: u64,
+    /// BF16 [route_bound][4096].
+    pub x: u64,
+    /// BF16 [route_bound][4096].
+    pub inter: u64,
+    /// BF16 [route_bound][4096], or FP32 [splits][route_bound][4096].
+    pub y: u64,
+    /// FP32 [T][4096], with more than one pass.
+    pub accumulate: u64,
+    /// BF16 [T][4096].
+    pub moe_mix: u64,
+    /// FP32 [splits][T][columns], or BF16 [T][columns].
+    pub unpooled: u64,
+    /// The first byte past the last region.
+    pub end: u64,
+}
+
+impl Layout {
+    /// The regions of `plan` from address `base` on.
+    pub fn carve(plan: &Plan, base: u64) -> Layout {
+        Layout::walk(plan, &mut Carver { at: base, regions: None })
+    }
+
+    /// Bytes that `plan` needs.
+    pub fn measure(plan: &Plan) -> u64 {
+        Layout::carve(plan, 0).end
+    }
+
+    /// Every region with its name.
+    pub fn regions(plan: &Plan, base: u64) -> Vec<Region> {
+        let mut carver = Carver { at: base, regions: Some(Vec::new()) };
+        Layout::walk(plan, &mut carver);
+        carver.regions.unwrap_or_default()
+    }
+
+    fn walk(plan: &Plan, c: &mut Carver) -> Layout {
+        let l = &plan.launches;
+        let t = plan.key.tokens as u64;
+        let (hidden, q_size, heads) = (m::HIDDEN as u64, m::Q_SIZE as u64, m::Q_HEADS as u64);
+        let (expert_dim, experts) = (m::EXPERT_DIM as u64, m::EXPERTS as u64);
+        let (bound, passes) = (l.experts.route_bound as u64, l.experts.passes);
+        let (split, tiled) = if l.attention.tiled { (0, 1) } else { (l.attention.splits as u64, 0) };
+        let y_f32 = l.experts.w2_splits > 1;
+        // Some regions belong to one form of an operation only: an extent of 0 leaves them empty.
+        let mut out = Layout {
+            control: c.take("control", 4, &[CONTROL_WORDS as u64]),
+            qkv: c.take("qkv", 4, &[l.qkv_gate.splits as u64, t, m::QKV_ROWS as u64]),
+            q: c.take("q", 2, &[t, q_size]),
+            gate: c.take("gate", 4, &[t, q_size]),
+            acc: c.take("acc", 4, &[t, heads, split, m::HEAD_DIM as u64]),
+            lse: c.take("lse", 4, &[t, heads, split, 2]),
+            tiled_out: c.take("tiled_out", 4, &[tiled, t, q_size]),
+            kv_scratch: c.take("kv_scratch", 1, &[tiled, l.attention.kv_scratch_bytes]),
+            gated: c.take("gated", 2, &[t, q_size]),
+            attn_out: c.take("attn_out", 2, &[t, hidden]),
+            stream_after_attn: c.take("stream_after_attn", 4, &[t, hidden]),
+            ffn_input: c.take("ffn_input", 2, &[t, 3, hidden]),
+            logits: c.take("logits", 4, &[l.router.splits as u64, t, experts]),
+            topk_scores: c.take("topk_scores", 4, &[t, m::TOP_K as u64]),
+            expert_offsets: c.take("expert_offsets", 4, &[m::LOCAL_EXPERTS as u64 + 1]),
+            route_token: c.take("route_token", 4, &[t, m::TOP_K as u64]),
+            token_route: c.take("token_route", 4, &[t, m::TOP_K as u64]),
+            block_counts: c.take("block_counts", 4, &[t.div_ceil(256), m::LOCAL_EXPERTS as u64]),
+            pooled: c.take("pooled", 4, &[l.pooler.splits as u64, t, expert_dim]),
+            x: c.take("x", 2, &[bound, expert_dim]),
+            inter: c.take("inter", 2, &[bound, expert_dim]),
+            y: c.take("y", if y_f32 { 4 } else { 2 }, &[l.experts.w2_splits as u64, bound, expert_dim]),
+            accumulate: c.take("accumulate", 4, &[u64::from(passes > 1), t, expert_dim]),
+            moe_mix: c.take("moe_mix", 2, &[t, expert_dim]),
+            unpooled: c.take(
+                "unpooled",
+                if l.unpooler.out_f32 { 4 } else { 2 },
+                &[l.unpooler.splits as u64, t, l.unpooler.rows as u64],
+            ),
+            end: 0,
+        };
+        out.end = c.at;
+        out
+    }
+}
+
+/// Device memory for the calls of one stream: the crate's own allocation or the caller's.
+///
+/// Dropping an owned workspace frees it: not before the work that uses it, graphs included, is done with.
+#[derive(Debug)]
+pub struct Workspace {
+    base: u64,
+    bytes: u64,
+    device: i32,
+    #[cfg(feature = "cuda")]
+    _owner: Option<crate::backend::cuda::device::Buffer>,
+}
+
+impl Workspace {
+    /// A workspace for backends that need none.
+    pub(crate) fn none() -> Workspace {
+        Workspace {
+            base: 0,
+            bytes: 0,
+            device: -1,
+            #[cfg(feature = "cuda")]
+            _owner: None,
+        }
+    }
+
+    /// Allocates `bytes` on the device and zeroes the control block. Synchronises; not for capture.
+    #[cfg(feature = "cuda")]
+    pub fn new(device: &crate::backend::cuda::Device, bytes: u64) -> Result<Workspace> {
+        let buffer = device.allocate(bytes.max(CONTROL_BYTES))?;
+        device.zero(buffer.ptr(), CONTROL_BYTES)?;
+        Ok(Workspace {
+            base: buffer.ptr(),
+            bytes: bytes.max(CONTROL_BYTES),
+            device: device.ordinal(),
+            _owner: Some(buffer),
+        })
+    }
+
+    /// Takes the caller's memory and zeroes the control block at its start. Synchronises; not for capture.
+    ///
+    /// # Safety
+    /// `ptr .. ptr + bytes` must be memory of the device that nothing else uses while this workspace lives
+    /// and while work that used it is queued or captured.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn from_raw(device: &crate::backend::cuda::Device, ptr: u64, bytes: u64) -> Result<Workspace> {
+        if ptr == 0 {
+            return Err(Error::Null { tensor: "workspace".into() });
+        }
+        if ptr % ALIGNMENT != 0 {
+            return Err(Error::Alignment { tensor: "workspace".into(), wanted: ALIGNMENT as usize, got: ptr });
+        }
+        if bytes < CONTROL_BYTES {
+            return Err(too_small(CONTROL_BYTES, bytes));
+        }
+        device.zero(ptr, CONTROL_BYTES)?;
+        Ok(Workspace { base: ptr, bytes, device: device.ordinal(), _owner: None })
+    }
+
+    /// Fills the scratch (not the control block) with 0xFF, NaN in every floating-point type: for tests.
+    /// Synchronises.
+    #[cfg(feature = "cuda")]
+    pub fn poison(&mut self, device: &crate::backend::cuda::Device) -> Result<()> {
+        if device.ordinal() != self.device {
+            return Err(Error::Device { tensor: "workspace".into(), wanted: self.device, got: device.ordinal() });
+        }
+        device.fill(self.base + CONTROL_BYTES, 0xFF, self.bytes - CONTROL_BYTES)
+    }
+
+    /// The control block's words, all zero between calls: for tests. Synchronises.
+    #[cfg(feature = "cuda")]
+    pub fn control(&self, device: &crate::backend::cuda::Device) -> Result<[u32; CONTROL_WORDS]> {
+        let mut bytes = [0; CONTROL_BYTES as usize];
+        device.read(self.base, &mut bytes)?;
+        Ok(std::array::from_fn(|i| {
+            u32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
+        }))
+    }
+
+    /// Address of the workspace: the control block, then scratch from [`CONTROL_BYTES`] on.
+    pub fn ptr(&self) -> u64 {
+        self.base
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The device it lives on; -1 for the CPU backend.
+    pub fn device(&self) -> i32 {
+        self.device
+    }
+
+    /// The regions of `plan` in this workspace.
+    #[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code))]
+    pub(crate) fn layout(&self, plan: &Plan) -> Result<Layout> {
+        if self.bytes < plan.workspace_bytes {
+            return Err(too_small(plan.workspace_bytes, self.bytes));
+        }
+        Ok(Layout::carve(plan, self.base))
+    }
+}
+
+fn too_small(wanted: u64, got: u64) -> Error {
+    Error::Value { what: "workspace".into(), wanted: format!("at least {wanted} bytes"), got: format!("{got} bytes") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{LayerKind, WeightKind};
+    use crate::plan::PlanKey;
+
+    fn plans() -> Vec<Plan> {
+        let mut plans = Vec::new();
+        for tokens in [0, 1, 7, 8, 9, 33, 64, 65, 255, 1024, 1025, 8192, 16384] {
+            for (q_len, kind) in [(1, LayerKind::Full), (tokens, LayerKind::Sliding)] {
+                let requests = if q_len == 1 { tokens } else { 1 };
+                let key = PlanKey { tokens, kind, max_q_len: q_len.min(tokens), ..PlanKey::decode(requests, 4000) };
+                plans.push(Plan::new(key, WeightKind::Nvfp4, 132).unwrap());
+            }
+        }
+        plans
+    }
+
+    #[test]
+    fn regions_are_aligned_and_do_not_overlap() {
+        for plan in plans() {
+            let base = 3 << 40;
+            let regions = Layout::regions(&plan, base);
+            let mut at = base;
+            for r in &regions {
+                assert!(r.begin % ALIGNMENT == 0 && r.begin >= at, "{}: {r:?} begins before {at}", plan.key.tokens);
+                at = r.begin + r.bytes;
+            }
+            assert_eq!(regions[0].bytes, CONTROL_BYTES);
+            assert!(at <= base + plan.workspace_bytes, "{plan}");
+            assert!(base + plan.workspace_bytes - at < ALIGNMENT, "what is measured is what is carved");
+        }
+    }
+
+    #[test]
+    fn regions_hold_what_the_kernels_write() {
+        for plan in plans() {
+            let bytes =
+                |name: &str| Layout::regions(&plan, 0).iter().find(|r| r.name == name).map(|r| r.bytes).unwrap();
+            let (t, l) = (plan.key.tokens as u64, &plan.launches);
+            assert_eq!(bytes("qkv"), l.qkv_gate.splits as u64 * t * 2304 * 4);
+            assert_eq!(bytes("ffn_input"), t * 3 * 8192 * 2);
+            assert_eq!(bytes("acc") + bytes("lse") > 0, !l.attention.tiled && t > 0);
+            assert_eq!(bytes("tiled_out"), if l.attention.tiled { t * 4096 } else { 0 });
+            assert_eq!(bytes("accumulate") > 0, l.experts.passes > 1);
+            assert_eq!(bytes("y"), l.experts.route_bound as u64 * 4096 * if l.experts.w2_splits > 1 { 8 } else { 2 });
+        }
+    }
+
+    #[test]
+    fn a_workspace_that_is_too_small_is_refused() {
+        let plan = &plans()[3];
+        let text = Workspace::none().layout(plan).unwrap_err().to_string();
+        assert!(text.starts_with("workspace: wanted at least"), "{text}");
+    }
+}
