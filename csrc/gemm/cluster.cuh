@@ -1,4 +1,4 @@
-// What the tiled kernel needs of a thread block cluster, one instruction each.
+// What the projection kernels need of thread block clusters and of the L2, one instruction each.
 #pragma once
 #include "../common/ptx.cuh"
 
@@ -8,23 +8,17 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Arrives on the barrier at the same shared-memory offset in CTA `rank` of the cluster.
+// All threads of the cluster meet. Relaxed: it publishes nothing but barriers already fenced by
+// mbar_init_fence; the releasing form costs a device-wide fence.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// Arrives on the barrier at the same shared-memory offset in CTA `rank` of the cluster. It says only that
+// this warp's wgmmas have read a stage, so it carries no cluster-wide release (that would be a device-wide
+// fence a step, and cost a third of the kernel's speed).
 __device__ __forceinline__ void mbar_arrive_remote(uint64_t* bar, uint32_t rank) {
   asm volatile(
-      "{\n .reg .b32 a;\n mapa.shared::cluster.u32 a, %0, %1;\n mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];\n}\n" ::"r"(
+      "{\n .reg .b32 a;\n mapa.shared::cluster.u32 a, %0, %1;\n mbarrier.arrive.shared::cluster.b64 _, [a];\n}\n" ::"r"(
           smem_u32(bar)), "r"(rank) : "memory");
-}
-// A wait that also orders what other CTAs of the cluster did before they arrived.
-__device__ __forceinline__ void mbar_wait_cluster(uint64_t* bar, uint32_t parity) {
-  uint32_t done;
-  do {
-    asm volatile(
-        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done) : "r"(smem_u32(bar)), "r"(parity) : "memory");
-  } while (!done);
 }
 // 1-D bulk copy to the same offset in every CTA named in `mask`, completing on the barrier at the same offset.
 __device__ __forceinline__ void bulk_load_multicast(void* dst, const void* src, uint32_t bytes, uint64_t* bar,
@@ -33,5 +27,9 @@ __device__ __forceinline__ void bulk_load_multicast(void* dst, const void* src, 
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
       " [%0], [%1], %2, [%3], %4, %5;" ::"r"(smem_u32(dst)), "l"(src), "r"(bytes), "r"(smem_u32(bar)), "h"(mask),
       "l"(policy) : "memory");
+}
+// Brings a run of global memory to L2.
+__device__ __forceinline__ void bulk_prefetch_l2(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 }  // namespace msl

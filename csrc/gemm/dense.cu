@@ -20,12 +20,12 @@ bool valid(const DenseParams& p) {
 }
 
 template <class C>
-int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger) {
+int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger, int l2_steps, int rotate) {
   if (p.rows % (C::kMT * kTileRows)) return kInvalid;
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
   const SkinnyArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.rows, p.k / kTileK, p.splits, p.out_stride,
-                     p.splits == 1 && !p.out_f32, late_trigger};
+                     p.splits == 1 && !p.out_f32, late_trigger, l2_steps, rotate};
   const dim3 grid(p.rows / (C::kMT * kTileRows) * p.splits, (p.tokens + C::kN - 1) / C::kN);
   return launch(skinny_kernel<C>, grid, dim3(C::kThreads), C::kShared, l, map, a);
 }
@@ -70,10 +70,11 @@ int with_tiled(const TiledShape& s, F f) {
 template <class F>
 int with_skinny(int tile_n, F f) {
   switch (tile_n) {
-    case 8: return f(SkinnyConfig<8, 1, 1>{});
-    case 16: return f(SkinnyConfig<16, 1, 1>{});
-    case 32: return f(SkinnyConfig<32, 1, 1>{});
-    case 64: return f(SkinnyConfig<64, 1, 1>{});
+    case 8: return f(SkinnyConfig<8, 1, 11, 11>{});
+    case 16: return f(SkinnyConfig<16, 1, 10, 8>{});
+    case 32: return f(SkinnyConfig<32, 1, 10, 5>{});
+    case 64: return f(SkinnyConfig<64, 1, 9, 4>{});
+    case 128: return f(SkinnyConfig<128, 2, 4, 3>{});
   }
   return kInvalid;
 }
@@ -82,7 +83,7 @@ int dense(const DenseParams& p, const Launch& l, int late_trigger) {
   if (!valid(p)) return kInvalid;
   if (p.tokens == 0) return 0;
   if (p.tile_n != 0)
-    return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger); });
+    return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger, 0, 0); });
   const int steps = p.k / kTileK * (p.planes == 3 ? kPlaneProducts : 1);
   return with_tiled(choose_tiled(p.tokens, p.rows, steps, p.splits, l.sm_count),
                     [&](auto c) { return launch_tiled<decltype(c)>(p, l, late_trigger); });
@@ -112,7 +113,7 @@ int pack_router(const PackRouterParams& p, const Launch& l) {
 
 int prepare_dense() {
   if (!encode_tiled()) return static_cast<int>(cudaErrorInitializationError);
-  for (int n : {8, 16, 32, 64})
+  for (int n : {8, 16, 32, 64, 128})
     if (int e = with_skinny(n, [](auto c) { return prepare_kernel(skinny_kernel<decltype(c)>, decltype(c)::kShared); })) return e;
   for (const TiledShape& s : kTiledShapes)
     if (int e = with_tiled(s, [](auto c) { return prepare_kernel(tiled_kernel<decltype(c)>, decltype(c)::kShared); })) return e;

@@ -1,19 +1,20 @@
-// The skinny projection: few tokens (<= 64 a tile), bound by the weights' bytes.
+// The skinny projection: few tokens (<= 128 a tile), bound by the weights' bytes.
 //
 // A CTA owns kMT * 64 weight rows (kMT consecutive m-tiles), one run of k tiles (its split) and one tile of
 // kN tokens. Weights are the A operand of wgmma m64nNk16 (64 rows fill M, tokens stand on N, so that one token
 // wastes no bandwidth and little arithmetic), tokens the B operand, both from shared memory.
 //
-// Pipeline: one producer thread fills a ring of stages, each kKS k tiles deep: weights by 1-D bulk copies of
-// contiguous packed tiles (they go past L2's working set: evict_first), tokens by TMA into the same stage and
-// the same barrier. The first ring-full of weights is issued before the wait on the predecessor; tokens follow
-// after it. kMT warpgroups consume, one m-tile each, and release a stage once the next one's wgmmas are issued.
+// Pipeline: one producer thread fills two rings, a step being one k tile: weights, kW steps deep, by 1-D bulk
+// copies of packed tiles (evict_first: they are read once); tokens, kX steps deep, by TMA. Weights come from
+// device memory and the whole ring is issued before the wait on the predecessor, so their ring is as deep as
+// shared memory allows; tokens come from L2 after the wait and need only cover its latency. kMT warpgroups
+// consume, one m-tile each, and release a step once the next step's wgmmas are issued.
 //
-// Shared memory: the ring alone, kRing bytes. It is chosen so that two CTAs fit on an SM: either two of this
-// kernel, or this one and its successor in the chain, already resident and prefetching. 96 KB in flight a SM
-// is two to three times what 4.5 TB/s needs at one microsecond of latency.
+// Shared memory: the rings and their barriers, at most 113 KB, so that two CTAs fit on an SM: either two of this
+// kernel, or this one and its successor in the chain, already resident and prefetching.
 #pragma once
 #include "../common/wgmma.cuh"
+#include "cluster.cuh"
 #include "dense_tile.h"
 
 namespace msl {
@@ -24,63 +25,67 @@ struct SkinnyArgs {
   int32_t tokens, rows, k_tiles, splits, out_stride;
   int32_t bf16;            // output type
   int32_t late_trigger;    // 1: pdl_launch only after pdl_wait (the pooler)
+  int32_t l2_steps;        // steps past the weights' ring that are brought to L2 before the wait
+  int32_t rotate;          // CTA i begins its k range rotate * i steps in, and wraps round
 };
 
-template <int kN_, int kMT_, int kKS_>
+template <int kN_, int kMT_, int kW_, int kX_>
 struct SkinnyConfig {
-  static constexpr int kN = kN_, kMT = kMT_, kKS = kKS_;
-  static constexpr int kRing = 96 * 1024;
+  static constexpr int kN = kN_, kMT = kMT_, kW = kW_, kX = kX_;
   static constexpr int kTokenBytes = kN * kTileK * 2;
-  static constexpr int kStepBytes = kMT * kTileBytes + kTokenBytes;  // one k tile
-  static constexpr int kStageBytes = kKS * kStepBytes;
-  static constexpr int kStages = kRing / kStageBytes;
+  static constexpr int kRingBytes = kW * kMT * kTileBytes + kX * kTokenBytes;
   static constexpr int kThreads = 128 * kMT + 32;
-  static constexpr size_t kShared = size_t(kStages) * kStageBytes + 1024;  // 1024: alignment of the ring
-  static_assert(kStages >= 3);
+  static constexpr size_t kShared = kRingBytes + (2 * kW + kX) * 8;
+  static_assert(kX <= kW);
 };
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_constant__ CUtensorMap token_map,
                                                              const SkinnyArgs a) {
-  constexpr int kN = C::kN, kMT = C::kMT, kKS = C::kKS, kStages = C::kStages;
+  constexpr int kN = C::kN, kMT = C::kMT, kW = C::kW, kX = C::kX;
   if (!a.late_trigger) pdl_launch();
 
-  extern __shared__ uint8_t shared_raw[];
-  __shared__ uint64_t full[kStages], empty[kStages];
-  uint8_t* ring = shared_raw + ((1024 - (smem_u32(shared_raw) & 1023)) & 1023);
-  // A stage: weights [kMT][kKS] tiles, then tokens [kKS] tiles of kN rows.
-  auto weights_of = [&](int stage, int mt) { return ring + stage * C::kStageBytes + mt * kKS * kTileBytes; };
-  auto tokens_of = [&](int stage) { return ring + stage * C::kStageBytes + kMT * kKS * kTileBytes; };
+  extern __shared__ __align__(1024) uint8_t ring[];
+  uint64_t* weights_full = reinterpret_cast<uint64_t*>(ring + C::kRingBytes);
+  uint64_t* tokens_full = weights_full + kW;
+  uint64_t* empty = tokens_full + kX;  // of step i: empty[i % kW], for both rings
+  auto weights_of = [&](int stage) { return ring + stage * (kMT * kTileBytes); };
+  auto tokens_of = [&](int stage) { return ring + kW * kMT * kTileBytes + stage * C::kTokenBytes; };
 
   const int group = blockIdx.x / a.splits, split = blockIdx.x % a.splits;
   const int k_begin = split_begin(split, a.splits, a.k_tiles), k_end = split_begin(split + 1, a.splits, a.k_tiles);
-  const int steps = (k_end - k_begin + kKS - 1) / kKS;
+  const int steps = k_end - k_begin;
   const int token_begin = blockIdx.y * kN;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool is_producer = warp == 4 * kMT && lane == 0;
+  const uint8_t* weight = a.weight + int64_t(group) * kMT * a.k_tiles * kTileBytes;
+  const int first = k_begin + (a.rotate * blockIdx.x) % steps;
+  auto k_of = [&](int step) { return first + step < k_end ? first + step : first + step - steps; };
 
   auto load_weights = [&](int step, int stage) {
-    const int k = k_begin + step * kKS, depth = min(kKS, k_end - k);
-    mbar_expect_tx(&full[stage], depth * C::kStepBytes);
+    mbar_expect_tx(&weights_full[stage], kMT * kTileBytes);
 #pragma unroll
     for (int mt = 0; mt < kMT; mt++)
-      bulk_load(weights_of(stage, mt), a.weight + (int64_t(group * kMT + mt) * a.k_tiles + k) * kTileBytes,
-                depth * kTileBytes, &full[stage]);
+      bulk_load(weights_of(stage) + mt * kTileBytes, weight + (int64_t(mt) * a.k_tiles + k_of(step)) * kTileBytes,
+                kTileBytes, &weights_full[stage]);
   };
   auto load_tokens = [&](int step, int stage) {
-    const int k = k_begin + step * kKS, depth = min(kKS, k_end - k);
-    for (int i = 0; i < depth; i++)
-      tma_load_2d(tokens_of(stage) + i * C::kTokenBytes, &token_map, (k + i) * kTileK, token_begin, &full[stage],
-                  kEvictLast);
+    mbar_expect_tx(&tokens_full[stage], C::kTokenBytes);
+    tma_load_2d(tokens_of(stage), &token_map, k_of(step) * kTileK, token_begin, &tokens_full[stage], kEvictLast);
   };
 
+  const bool is_producer = warp == 4 * kMT && lane == 0;
   if (is_producer) {
-    for (int s = 0; s < kStages; s++) {
-      mbar_init(&full[s], 1);
+    for (int s = 0; s < kW; s++) {
+      mbar_init(&weights_full[s], 1);
       mbar_init(&empty[s], 4 * kMT);
     }
+    for (int s = 0; s < kX; s++) mbar_init(&tokens_full[s], 1);
     mbar_init_fence();
-    for (int i = 0; i < min(kStages, steps); i++) load_weights(i, i);
+    for (int i = 0; i < min(kW, steps); i++) load_weights(i, i);
+    for (int i = kW; i < min(kW + a.l2_steps, steps); i++)
+#pragma unroll
+      for (int mt = 0; mt < kMT; mt++)
+        bulk_prefetch_l2(weight + (int64_t(mt) * a.k_tiles + k_of(i)) * kTileBytes, kTileBytes);
     tma_prefetch_descriptor(&token_map);
   }
   __syncthreads();
@@ -89,14 +94,15 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
   if (warp == 4 * kMT) {
     if (lane == 0) {
       if (a.late_trigger) pdl_launch();
-      for (int i = 0; i < min(kStages, steps); i++) load_tokens(i, i);
-      int stage = 0;
+      for (int i = 0; i < min(kX, steps); i++) load_tokens(i, i);
+      int w = 0, x = 0;
       uint32_t phase = 0;
-      for (int i = kStages; i < steps; i++) {
-        mbar_wait(&empty[stage], phase);
-        load_weights(i, stage);
-        load_tokens(i, stage);
-        if (++stage == kStages) stage = 0, phase ^= 1;
+      for (int i = 0; i + kX < steps; i++) {
+        mbar_wait(&empty[w], phase);
+        load_tokens(i + kX, x);
+        if (i + kW < steps) load_weights(i + kW, w);
+        if (++x == kX) x = 0;
+        if (++w == kW) w = 0, phase ^= 1;
       }
     }
     return;
@@ -106,27 +112,23 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
   float acc[kN / 2];
 #pragma unroll
   for (int i = 0; i < kN / 2; i++) acc[i] = 0.f;
-  int stage = 0;
-  uint32_t phase = 0;
+  int w = 0, x = 0, previous = 0;
+  uint32_t weights_phase = 0, tokens_phase = 0;
   for (int i = 0; i < steps; i++) {
-    const int depth = kKS == 1 ? 1 : min(kKS, k_end - k_begin - i * kKS);
-    mbar_wait(&full[stage], phase);
-    const uint64_t wd = desc_sw128(weights_of(stage, mt)), td = desc_sw128(tokens_of(stage));
+    mbar_wait(&weights_full[w], weights_phase);
+    mbar_wait(&tokens_full[x], tokens_phase);
+    const uint64_t wd = desc_sw128(weights_of(w) + mt * kTileBytes), td = desc_sw128(tokens_of(x));
     wgmma_fence_operand(acc);
     wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < kKS; s++) {
-      if (kKS == 1 || s < depth) {
-#pragma unroll
-        for (int kk = 0; kk < 4; kk++)
-          wgmma_ss<kN>(acc, wd + s * (kTileBytes >> 4) + 2 * kk, td + s * (C::kTokenBytes >> 4) + 2 * kk, 1);
-      }
-    }
+    for (int kk = 0; kk < 4; kk++) wgmma_ss<kN>(acc, wd + 2 * kk, td + 2 * kk, 1);
     wgmma_commit();
     wgmma_fence_operand(acc);
     wgmma_wait<1>();
-    if (i > 0 && lane == 0) mbar_arrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (i > 0 && lane == 0) mbar_arrive(&empty[previous]);
+    previous = w;
+    if (++x == kX) x = 0, tokens_phase ^= 1;
+    if (++w == kW) w = 0, weights_phase ^= 1;
   }
   wgmma_wait<0>();
   wgmma_fence_operand(acc);

@@ -133,7 +133,13 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThread
     mbar_init_fence();
     tma_prefetch_descriptor(&token_map);
   }
-  if constexpr (kCluster > 1) cluster_sync(); else __syncthreads();
+  __syncwarp();
+  if constexpr (kCluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   if (is_producer && first < items) {
     const TiledWork w = tile_of<C>(a, first, rank);
     prefetched = min(kStages, (w.k_end - w.k_begin) * products);
@@ -154,13 +160,20 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThread
           if (prefetched > 0) {
             prefetched--;
           } else {
-            if constexpr (kCluster > 1) mbar_wait_cluster(&empty[stage], phase); else mbar_wait(&empty[stage], phase);
+            mbar_wait(&empty[stage], phase);
             load_weights(w, i, stage);
           }
           load_tokens(w, i, stage);
           if (++stage == kStages) stage = 0, phase ^= 1;
         }
       }
+      // The CTA stays until every consumer of the cluster has released its stages: then nobody writes to it
+      // or arrives at its barriers any more.
+      if constexpr (kCluster > 1)
+        for (int s = 0; s < kStages; s++) {
+          mbar_wait(&empty[stage], phase);
+          if (++stage == kStages) stage = 0, phase ^= 1;
+        }
     }
   } else {
     setmaxnreg_inc<232>();
@@ -233,8 +246,6 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThread
       }
     }
   }
-  // A CTA stays until no other can write to it or arrive at its barriers.
-  if constexpr (kCluster > 1) cluster_sync();
 }
 
 }  // namespace msl
