@@ -16,13 +16,14 @@ ARGS ?=
 # Compute capability 9.0 of any device. Only `make run` asks; the build never does.
 HOPPER := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -cx '9\.0')
 
-run: CUDA ?= $(if $(filter-out 0,$(HOPPER)),1,0)
-CUDA ?= 1
+ifeq ($(origin CUDA),undefined)
+CUDA := 1
+run: CUDA := $(if $(filter-out 0,$(HOPPER)),1,0)
+endif
 FEATURES = $(if $(filter-out 0,$(CUDA)),--features cuda)
 
-# Cargo shows nothing of a running build script; the build writes a line for each finished step to this.
-# The shell's own standard error, so that it works for a terminal, a file and a pipe.
-SHOW_PROGRESS = export MUSE_SPARK_PROGRESS=/proc/$$$$/fd/2;
+# Cargo shows nothing of a running build script; ours writes a line for each finished step to descriptor 9.
+SHOW_PROGRESS = exec 9>&2; export MUSE_SPARK_PROGRESS=1;
 
 .PHONY: run test lint fmt doc bench bring bring-for-cuda
 .DEFAULT_GOAL := run

@@ -6,7 +6,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use super::jobs;
@@ -15,8 +15,8 @@ use super::progress::{classify, Line};
 
 /// Set in the second process only.
 const STEP_VARIABLE: &str = "MUSE_SPARK_COMPILE_STEP";
-/// A file to which a line goes for each finished step, a terminal for example. Cargo shows nothing of a
-/// running build script; `make` points this at its own output.
+/// Set where a line for each finished step may be written to file descriptor 9. Cargo shows nothing of a
+/// running build script; `make` opens that descriptor on its own output.
 const PROGRESS_VARIABLE: &str = "MUSE_SPARK_PROGRESS";
 const BRIDGE: &str = "src/backend/cuda/bridge.rs";
 
@@ -71,6 +71,7 @@ fn run_compile_step(pieces: &Pieces) {
         }
         tail.push(line);
     }
+    drop(progress);
     let status = child.wait().expect("the compile step can be waited for");
     if !status.success() {
         let from = tail.len().saturating_sub(120);
@@ -124,19 +125,29 @@ pub fn compile_step(manifest: &Path) {
     println!("cargo:rustc-link-lib=static=muse_spark_kernels");
 }
 
-/// Where progress lines go, if anywhere.
-struct Progress(Option<std::fs::File>);
+/// Where progress lines go, if anywhere: a `cat` that has inherited the descriptor. (Opening it anew by
+/// its path would start a second file position, and writers would overwrite each other.)
+struct Progress(Option<Child>);
 
 impl Progress {
     fn open() -> Self {
-        let path = std::env::var_os(PROGRESS_VARIABLE);
-        Progress(path.and_then(|path| std::fs::OpenOptions::new().append(true).open(path).ok()))
+        let cat = || Command::new("sh").args(["-c", "exec cat >&9"]).stdin(Stdio::piped()).spawn().ok();
+        Progress(std::env::var_os(PROGRESS_VARIABLE).and_then(|_| cat()))
     }
 
     fn show(&mut self, line: &str) {
-        if let Some(file) = &mut self.0 {
+        if let Some(input) = self.0.as_mut().and_then(|cat| cat.stdin.as_mut()) {
             // Progress that cannot be shown must not stop a build.
-            let _ = writeln!(file, "  kernels: {line}");
+            let _ = writeln!(input, "  kernels: {line}");
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(mut cat) = self.0.take() {
+            drop(cat.stdin.take());
+            let _ = cat.wait();
         }
     }
 }
