@@ -1,6 +1,9 @@
 //! What the CPU tests share.
 #![allow(dead_code)] // each test binary uses a part
 
+pub mod naive;
+pub mod pairwise;
+
 use half::bf16;
 use muse_spark_layer::backend::cpu::{Batch, CpuLayer, StepInput, StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
