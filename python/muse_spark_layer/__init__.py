@@ -1,0 +1,14 @@
+"""One Muse Spark Open decoder layer on a Hopper GPU, through the C ABI of the crate muse-spark-layer.
+
+    layer = muse_spark_layer.Layer(weights)            # torch tensors, named as the reference's
+    hidden, stream, topk_ids = layer(data)             # one step on torch's current stream
+
+torch is used for pointers, the current stream and to allocate outputs: nothing else. A call may be
+captured in a CUDA graph. The shared library is looked for at MUSE_SPARK_LAYER_LIB, beside this package,
+and under target/ of a checkout.
+"""
+
+from ._native import MuseSparkError, abi_version, library_path, version
+from .layer import TAPS, Layer
+
+__all__ = ["Layer", "MuseSparkError", "TAPS", "abi_version", "library_path", "version"]
