@@ -11,7 +11,7 @@
 //            instruction a register. Decode: rows 0-7 are KV head 0's queries and rows 8-15 head 1's;
 //            zeros in the other half of each A fragment let both heads share one S tile.
 //   softmax  on registers. The reference point r of a row moves only when a score passes it by 2^14
-//            (one vote a chunk); it starts 8 below the maximum so that FP16 probabilities keep 2^-32.
+//            (one vote a chunk); it starts 3 below the maximum so that FP16 probabilities keep 2^-27.
 //   O^T      V^T on M, queries on N: the S accumulators are the B fragments as they stand, and V's
 //            fragments are byte pairs of adjacent keys (one byte permute per two registers).
 // At the end the groups are joined in a fixed order through shared memory and the CTA writes one
@@ -43,6 +43,7 @@ struct SplitConfig {
 #ifndef DW
 #define DW 8
 #define DS 3
+#define DM 2
 #endif
   static constexpr int kGroupWarps = kTokens == 1 ? 1 : 4;
   static constexpr int kWarps = kTokens == 1 ? DW : VG * 4;
@@ -57,7 +58,7 @@ struct SplitConfig {
   static constexpr int kOutStride = kHeadDim + 4;           // floats between rows in the join
   static constexpr int kJoinBytes = kGroups * kRows * (kOutStride + 2) * 4;
   static constexpr int kSharedBytes = (kRingBytes > kJoinBytes ? kRingBytes : kJoinBytes) + kGroups * kStages * 4;
-  static constexpr int kMinCtas = kTokens == 1 ? 2 : VM;
+  static constexpr int kMinCtas = kTokens == 1 ? DM : VM;
 };
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -124,57 +125,65 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinCtas) attention_split_k
   }
 
   // --- loading -------------------------------------------------------------------------------------
-  constexpr int kWarpRows = C::kChunk / C::kGroupWarps;  // rows of a chunk that this warp loads
-  constexpr int kPasses = kWarpRows / 4;
+  // The warp loads kWarpRows rows of each of its group's chunks. Lane l fetches the page id of row
+  // l mod kWarpRows, one chunk ahead, and turns it into a cache row (fewer than 2^32 - 1 of them exist);
+  // the 8 lanes of a row get it by shuffle.
+  constexpr int kWarpRows = C::kChunk / C::kGroupWarps;
+  constexpr int kAhead = C::kStages - 1;
+  constexpr int kStep = C::kGroups * C::kChunk;  // keys between a group's chunks
+  constexpr uint32_t kNoRow = 0xffffffffu;
   char* ring = shared + group * (C::kStages * C::kStageBytes);
   uint32_t* valid = reinterpret_cast<uint32_t*>(shared + C::kSharedBytes - C::kGroups * C::kStages * 4) +
                     group * C::kStages;
   const int32_t* table = p.page_table + request * p.table_stride;
-  const int page_mask = (1 << p.page_log2) - 1;
-  const int own_key = member * kWarpRows + (lane & (kWarpRows - 1));  // the key whose page id this lane fetches
-  const int chunks = (keys + C::kChunk - 1) / C::kChunk;
-  const int mine = chunks > group ? (chunks - group + C::kGroups - 1) / C::kGroups : 0;  // chunks of this group
+  const uint32_t page_mask = (1u << p.page_log2) - 1;
+  const uint32_t pages = static_cast<uint32_t>(min(p.pages, static_cast<int64_t>(0x7fffffff)));
+  const int first_key = range.begin + group * C::kChunk;  // of the group's first chunk
+  const int mine = first_key < range.end ? (range.end - first_key + kStep - 1) / kStep : 0;  // its chunks
+  const int row_in_pass = member * kWarpRows + (lane >> 3), piece = lane & 7;
+  const int k_dst = k_offset(row_in_pass, piece), v_dst = C::kChunk * kKvSize + v_offset(row_in_pass, piece);
+  const char* k_src = static_cast<const char*>(p.k_cache) + piece * 16;
+  const char* v_src = static_cast<const char*>(p.v_cache) + piece * 16;
 
-  auto chunk_key = [&](int i) { return range.begin + (group + i * C::kGroups) * C::kChunk; };
-  auto fetch_id = [&](int i) {
-    const int key = chunk_key(i) + own_key;
-    return i < mine && key < range.end ? __ldcg(table + (key >> p.page_log2)) : -1;
+  int fetch_key = first_key + member * kWarpRows + (lane & (kWarpRows - 1));  // of the next page id
+  auto fetch_id = [&]() {
+    const int id = fetch_key < range.end ? __ldcg(table + (fetch_key >> p.page_log2)) : -1;
+    fetch_key += kStep;
+    return id;
   };
-  auto issue = [&](int i, int id) {
-    const int stage = i % C::kStages;
-    const int key0 = chunk_key(i);
-    char* k_tile = ring + stage * C::kStageBytes;
-    char* v_tile = k_tile + C::kChunk * kKvSize;
-    const bool ok = id >= 0 && id < p.pages;
-    const uint32_t mask = __ballot_sync(~0u, ok);
+  // `key`: the lane's own key of the chunk, `id` its page.
+  auto issue = [&](int stage, int key, int id) {
+    const uint32_t own = static_cast<uint32_t>(id) < pages ? (static_cast<uint32_t>(id) << p.page_log2) + (key & page_mask) : kNoRow;
+    const uint32_t mask = __ballot_sync(~0u, own != kNoRow);
     if (lane == 0) {
       if constexpr (C::kGroupWarps == 1) valid[stage] = mask & 0xffff;
       else reinterpret_cast<uint8_t*>(valid + stage)[member] = static_cast<uint8_t>(mask);
     }
+    char* tile = ring + stage * C::kStageBytes;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; pass++) {
-      const int r = pass * 4 + (lane >> 3), key = member * kWarpRows + r, piece = lane & 7;
-      const int page = __shfl_sync(~0u, id, r);
-      const bool load = (mask >> r) & 1;
-      const int64_t row = load ? (static_cast<int64_t>(page) << p.page_log2) + ((key0 + key) & page_mask) : 0;
-      cp_async16(k_tile + k_offset(key, piece), static_cast<const char*>(p.k_cache) + row * kKvSize + piece * 16, load);
-      cp_async16(v_tile + v_offset(key, piece), static_cast<const char*>(p.v_cache) + row * kKvSize + piece * 16, load);
+    for (int pass = 0; pass < kWarpRows / 4; pass++) {
+      uint32_t row = __shfl_sync(~0u, own, pass * 4 + (lane >> 3));
+      const bool load = row != kNoRow;
+      row = load ? row : 0;
+      // Four rows on, the swizzle of K is the same and that of V differs in one bit of the piece.
+      cp_async16(tile + k_dst + pass * 512, k_src + static_cast<uint64_t>(row) * kKvSize, load);
+      cp_async16(tile + (v_dst ^ ((pass & 1) << 6)) + pass * 512, v_src + static_cast<uint64_t>(row) * kKvSize, load);
     }
   };
 
-  constexpr int kAhead = C::kStages - 1;
+  const int own_key = fetch_key;
   int ids[kAhead + 1];
 #pragma unroll
-  for (int i = 0; i <= kAhead; i++) ids[i] = fetch_id(i);
+  for (int i = 0; i <= kAhead; i++) ids[i] = fetch_id();
   bool waited = false;
 #pragma unroll
   for (int i = 0; i < kAhead; i++) {
     if (i < mine) {
-      if (!waited && chunk_key(i) + C::kChunk > range.old_end) {
+      if (!waited && first_key + i * kStep + C::kChunk > range.old_end) {
         pdl_wait();
         waited = true;
       }
-      issue(i, ids[i]);
+      issue(i, own_key + i * kStep, ids[i]);
     }
     cp_async_commit();
   }
@@ -207,20 +216,21 @@ __global__ void __launch_bounds__(C::kWarps * 32, C::kMinCtas) attention_split_k
   for (int r = 0; r < 4; r++) w.minus_ref[r] = INFINITY, w.sum[r] = 0.0f;
 
   // --- chunks --------------------------------------------------------------------------------------
-  for (int i = 0; i < mine; i++) {
+  int stage = 0, key0 = first_key;
+  for (int i = 0; i < mine; i++, key0 += kStep) {
     cp_async_wait<kAhead - 1>();
     if constexpr (C::kGroupWarps == 1) __syncwarp(); else named_barrier(1 + group, C::kGroupWarps * 32);
-    if (i + kAhead < mine) issue(i + kAhead, next_id);
+    if (i + kAhead < mine) issue(stage == 0 ? kAhead : stage - 1, fetch_key - kStep, next_id);
     cp_async_commit();
-    next_id = fetch_id(i + kAhead + 1);
+    next_id = fetch_id();
 
-    const int stage = i % C::kStages;
     const char* k_tile = ring + stage * C::kStageBytes;
     const char* v_tile = k_tile + C::kChunk * kKvSize;
-    ChunkKeys chunk{valid[stage], chunk_key(i), p.window, false};
+    ChunkKeys chunk{valid[stage], key0, p.window, false};
     chunk.clean = chunk.valid == (C::kChunk == 32 ? ~0u : (1u << (C::kChunk & 31)) - 1) &&
-                  chunk.key0 + C::kChunk - 1 <= range.first_pos &&
-                  (p.window == 0 || chunk.key0 > range.first_pos + range.tokens - 1 - p.window);
+                  key0 + C::kChunk - 1 <= range.first_pos &&
+                  (p.window == 0 || key0 > range.first_pos + range.tokens - 1 - p.window);
+    stage = stage == kAhead ? 0 : stage + 1;
     if constexpr (C::kTokens == 1) {
       uint32_t prob[2][2];
       decode_scores(w, k_tile, chunk, range.first_pos, scale, g, c, prob);

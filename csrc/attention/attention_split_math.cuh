@@ -4,8 +4,8 @@
 //
 // A column's scores are kept relative to its reference point: p = 2^(score + minus_ref). The point
 // moves only when a lane's probabilities of a chunk add up to more than kMoveAbove (one vote a chunk;
-// no maximum is taken otherwise) and is then put 8 below the maximum: FP16 probabilities cannot
-// overflow, and lose only what lies 2^-32 below the maximum. It starts at -inf, so that the first
+// no maximum is taken otherwise) and is then put 3 below the maximum: FP16 probabilities cannot
+// overflow, and lose only what lies 2^-27 below the maximum. It starts at -inf, so that the first
 // chunk's p are infinite (or NaN, where masked) and the vote says to move.
 #pragma once
 #include "../common/ptx.cuh"
@@ -14,7 +14,7 @@
 namespace msl {
 
 constexpr float kMoveAbove = 32768.0f;
-constexpr float kRefBelow = 8.0f;  // log2: the reference point's place below the maximum
+constexpr float kRefBelow = 3.0f;  // log2: the reference point's place below the maximum
 
 __device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                         uint32_t b1) {
