@@ -14,24 +14,23 @@ __device__ __forceinline__ float warp_sum(float v) {
 
 // N sums over the warp (N a power of two up to 32) in about N shuffles: each step halves the values a
 // lane carries. Lane l returns the sum of v[l * N / 32]; the tree of additions is warp_sum's.
-template <int N>
-__device__ __forceinline__ float warp_sum_transposed(float (&v)[N]) {
-  const int lane = threadIdx.x & 31;
-  int mask = 16;
+template <int N, int kMask = 16>
+__device__ __forceinline__ float warp_sum_transposed(const float (&v)[N]) {
+  if constexpr (N == 1) {
+    float sum = v[0];
 #pragma unroll
-  for (int n = N / 2; n >= 1; n >>= 1, mask >>= 1) {
-    const bool upper = lane & mask;
+    for (int mask = kMask; mask > 0; mask >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+    return sum;
+  } else {
+    const bool upper = threadIdx.x & kMask;
+    float half[N / 2];
 #pragma unroll
-    for (int i = 0; i < n; i++) {
-      const float send = upper ? v[i] : v[i + n];
-      const float keep = upper ? v[i + n] : v[i];
-      v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, send, mask);
+    for (int i = 0; i < N / 2; i++) {
+      const float send = upper ? v[i] : v[i + N / 2];
+      half[i] = (upper ? v[i + N / 2] : v[i]) + __shfl_xor_sync(0xFFFFFFFFu, send, kMask);
     }
+    return warp_sum_transposed<N / 2, kMask / 2>(half);
   }
-  float sum = v[0];
-#pragma unroll
-  for (; mask > 0; mask >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
-  return sum;
 }
 
 // Block sum, given to every thread. `scratch` holds kThreads / 32 floats and is not reused before
@@ -52,7 +51,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Orders no memory by itself: for barriers that were initialised and fenced by mbar_init_fence().
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The address of `local` (shared memory of this CTA) in the CTA of that rank.
 __device__ __forceinline__ uint32_t cluster_map(const void* local, uint32_t rank) {
@@ -64,6 +64,10 @@ __device__ __forceinline__ uint32_t cluster_map(const void* local, uint32_t rank
 __device__ __forceinline__ void store_remote(uint32_t dst, float4 v, uint32_t bar) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(dst),
                "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void store_remote_word(uint32_t dst, uint32_t v, uint32_t bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(dst), "r"(v), "r"(bar)
+               : "memory");
 }
 
 // Four sums at once over the kCtas * kThreads threads of a cluster, kRounds times a kernel. A round is one
@@ -104,9 +108,9 @@ struct ClusterSum {
     if ((lane & 7) == 0) reinterpret_cast<float*>(&warp[round][threadIdx.x >> 5])[lane >> 3] = s;
     __syncthreads();
     if constexpr (kCtas == 1) {
-      if constexpr (kWarps <= 16) {
+      if constexpr (kWarps <= 8) {
         return add(warp[round]);
-      } else {  // two shuffle steps are shorter than a chain of 32 additions
+      } else {  // shorter than a chain of 16 or 32 additions
         const float4 w = lane < kWarps ? warp[round][lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         float all[4] = {w.x, w.y, w.z, w.w};
         const float t = warp_sum_transposed<4>(all);

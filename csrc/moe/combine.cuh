@@ -1,9 +1,13 @@
 // combine: moe_mix[t] = sum over the token's local routes, in slot order, of score * rms(y (1 + w), 1e-8).
 //
 // 512 threads own a token, 8 columns each: one CTA, or with few tokens a cluster of 4 CTAs of 128. Routes go
-// four at a time: their rows are loaded together, and one exchange sums the four norms. A token without local
+// kBatch at a time: their rows are loaded together, and one exchange sums four norms. A token without local
 // routes writes exact zeros. With several passes the sum stays in FP32 in `accumulate` between them. Norm
 // weights are in registers before pdl_wait(); with many tokens a CTA walks over them and keeps the weights.
+//
+// The cluster form also reads token_route and topk_scores before pdl_wait(), so that the rows are the only
+// loads left after it. It may, for the reason w13 may read the expert lists: the pooler, which stands between,
+// triggers only after its own wait, so router_topk is complete when any kernel after the pooler starts.
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"
@@ -12,8 +16,6 @@
 namespace msl {
 
 constexpr int kCombineThreads = 512;  // of a token
-constexpr int kCombineBatch = 4;      // routes at a time: the four sums of ClusterSum
-
 struct Float8 {
   float v[8];
 };
@@ -36,8 +38,65 @@ __device__ __forceinline__ void store8(float* p, const Float8& f) {
   reinterpret_cast<float4*>(p)[1] = make_float4(f.v[4], f.v[5], f.v[6], f.v[7]);
 }
 
-template <int kCtas, bool kFloat>
-__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads / kCtas)
+__device__ __forceinline__ void store_bf16x8(__nv_bfloat16* p, const Float8& f) {
+  uint4 packed;
+  uint32_t* word = reinterpret_cast<uint32_t*>(&packed);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(f.v[2 * i], f.v[2 * i + 1]);
+    word[i] = reinterpret_cast<const uint32_t&>(pair);
+  }
+  *reinterpret_cast<uint4*>(p) = packed;
+}
+
+// Rows of the first kBatch routes in `slots` (which loses them), the splits added in order. Lane s of each
+// warp holds slot s's place and score.
+template <int kBatch, bool kFloat>
+__device__ __forceinline__ void load_routes(const CombineParams& p, int column, uint32_t& slots, uint32_t place,
+                                            float score, Float8 (&y)[kBatch], float (&route_score)[kBatch]) {
+  const int n = min(__popc(slots), kBatch);
+  int64_t row[kBatch];
+#pragma unroll
+  for (int i = 0; i < kBatch; i++) {
+    const int slot = i < n ? __ffs(slots) - 1 : 0;
+    slots &= slots - 1;  // 0 stays 0
+    row[i] = int64_t(__shfl_sync(0xFFFFFFFFu, place, slot)) * kExpertDim + column;
+    route_score[i] = __shfl_sync(0xFFFFFFFFu, score, slot);
+  }
+  if constexpr (!kFloat) {
+    uint4 raw[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; i++)
+      if (i < n) raw[i] = __ldcg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.y) + row[i]));
+#pragma unroll
+    for (int i = 0; i < kBatch; i++)
+      if (i < n) y[i] = floats8(raw[i]);
+  } else {
+    const float* src = static_cast<const float*>(p.y);
+    const int64_t stride = int64_t(p.route_bound) * kExpertDim;
+    Float8 second[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+      if (i < n) y[i] = load8(src + row[i]);
+      if (i < n && p.splits > 1) second[i] = load8(src + row[i] + stride);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+      if (i >= n) continue;
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (p.splits > 1) y[i].v[j] += second[i].v[j];
+      for (int s = 2; s < p.splits; s++) {
+        const Float8 more = load8(src + row[i] + s * stride);
+#pragma unroll
+        for (int j = 0; j < 8; j++) y[i].v[j] += more.v[j];
+      }
+    }
+  }
+}
+
+template <int kCtas, int kBatch, bool kFloat>
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads / kCtas, kCtas == 1 ? 2 : 1)
     combine_kernel(const CombineParams p) {
   constexpr int kThreads = kCombineThreads / kCtas;
   __shared__ ClusterSum<kCtas, kThreads, 2> cluster;
@@ -51,95 +110,61 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
     const float4 v = *reinterpret_cast<const float4*>(p.norm_weight + column + 4 * i);
     w.v[4 * i] = v.x, w.v[4 * i + 1] = v.y, w.v[4 * i + 2] = v.z, w.v[4 * i + 3] = v.w;
   }
-  cluster.ready();
-  pdl_wait();
-
-  const int64_t stride = int64_t(p.route_bound) * kExpertDim;  // between splits
-  int round = 0;
-  for (int token = blockIdx.x / kCtas; token < p.tokens; token += gridDim.x / kCtas) {
-    // Lane s < 8 has slot s: its place in this pass and its score.
-    uint32_t place = 0xFFFFFFFFu;
-    float score = 0.0f;
+  // Lane s < 8 has slot s: its place in this pass (far above the bound where there is none) and its score.
+  uint32_t place = 0xFFFFFFFFu;
+  float score = 0.0f;
+  const auto look_up = [&](int token) {
     if (lane < kTopK) {
       const int32_t route = __ldcg(p.token_route + int64_t(token) * kTopK + lane);
       score = __ldcg(p.topk_scores + int64_t(token) * kTopK + lane);
-      if (route >= 0) place = uint32_t(route) - uint32_t(p.route_begin);
+      place = route >= 0 ? uint32_t(route) - uint32_t(p.route_begin) : 0xFFFFFFFFu;
     }
+  };
+  if constexpr (kCtas > 1) look_up(blockIdx.x / kCtas);
+  cluster.ready();
+  pdl_wait();
+
+  int round = 0;
+  for (int token = blockIdx.x / kCtas; token < p.tokens; token += gridDim.x / kCtas) {
+    if constexpr (kCtas == 1) look_up(token);
     uint32_t slots = __ballot_sync(0xFFFFFFFFu, place < uint32_t(p.route_bound));
     const int64_t row = int64_t(token) * kExpertDim + column;
     if (slots == 0 && !p.first_pass && !p.last_pass) continue;
     Float8 sum = {};
     if (!p.first_pass) sum = load8(p.accumulate + row);
-
-    for (; slots != 0; round ^= 1) {
-      Float8 y[kCombineBatch];
-      float route_score[kCombineBatch];
-      const int n = min(__popc(slots), kCombineBatch);
-      if constexpr (kFloat) {
+    while (slots != 0) {
+      const int n = __popc(slots);
+      Float8 y[kBatch];
+      float route_score[kBatch];
+      load_routes<kBatch, kFloat>(p, column, slots, place, score, y, route_score);
 #pragma unroll
-        for (int i = 0; i < kCombineBatch; i++) {
-          if (i < n) {
-            const int slot = __ffs(slots) - 1;
-            slots &= slots - 1;
-            route_score[i] = __shfl_sync(0xFFFFFFFFu, score, slot);
-            const float* src =
-                static_cast<const float*>(p.y) + int64_t(__shfl_sync(0xFFFFFFFFu, place, slot)) * kExpertDim + column;
-            y[i] = load8(src);
-            for (int s = 1; s < p.splits; s++) {
-              const Float8 more = load8(src + s * stride);
+      for (int first = 0; first < kBatch; first += 4) {  // the four sums of one exchange
+        if (first >= n) break;
+        constexpr int kSums = kBatch < 4 ? kBatch : 4;
+        float square[4] = {};
 #pragma unroll
-              for (int j = 0; j < 8; j++) y[i].v[j] += more.v[j];
-            }
-          }
-        }
-      } else {
-        uint4 raw[kCombineBatch];
-#pragma unroll
-        for (int i = 0; i < kCombineBatch; i++) {
-          if (i < n) {
-            const int slot = __ffs(slots) - 1;
-            slots &= slots - 1;
-            route_score[i] = __shfl_sync(0xFFFFFFFFu, score, slot);
-            raw[i] = __ldcg(reinterpret_cast<const uint4*>(
-                static_cast<const __nv_bfloat16*>(p.y) +
-                int64_t(__shfl_sync(0xFFFFFFFFu, place, slot)) * kExpertDim + column));
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kCombineBatch; i++)
-          if (i < n) y[i] = floats8(raw[i]);
-      }
-      float square[kCombineBatch] = {};
-#pragma unroll
-      for (int i = 0; i < kCombineBatch; i++) {
-        if (i < n) {
+        for (int i = 0; i < kSums; i++) {
+          if (first + i >= n) continue;
 #pragma unroll
           for (int j = 0; j < 8; j++) {
-            y[i].v[j] *= w.v[j];
-            square[i] += y[i].v[j] * y[i].v[j];
+            y[first + i].v[j] *= w.v[j];
+            square[i] += y[first + i].v[j] * y[first + i].v[j];
           }
         }
-      }
-      const float4 sums = cluster.sum(round, make_float4(square[0], square[1], square[2], square[3]));
-      const float total[kCombineBatch] = {sums.x, sums.y, sums.z, sums.w};
+        const float4 sums = cluster.sum(round, make_float4(square[0], square[1], square[2], square[3]));
+        round ^= 1;
+        const float total[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
-      for (int i = 0; i < kCombineBatch; i++) {
-        if (i < n) {
-          const float factor = rsqrtf(total[i] * (1.0f / kExpertDim) + kPostNormEps) * route_score[i];
+        for (int i = 0; i < kSums; i++) {
+          if (first + i >= n) continue;
+          const float factor = rsqrtf(total[i] * (1.0f / kExpertDim) + kPostNormEps) * route_score[first + i];
 #pragma unroll
-          for (int j = 0; j < 8; j++) sum.v[j] += y[i].v[j] * factor;
+          for (int j = 0; j < 8; j++) sum.v[j] += y[first + i].v[j] * factor;
         }
       }
     }
     if (p.last_pass) {
-      uint4 packed;
-      uint32_t* word = reinterpret_cast<uint32_t*>(&packed);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(sum.v[2 * i], sum.v[2 * i + 1]);
-        word[i] = reinterpret_cast<const uint32_t&>(pair);
-      }
-      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.moe_mix) + row) = packed;
+      store_bf16x8(static_cast<__nv_bfloat16*>(p.moe_mix) + row, sum);
     } else {
       store8(p.accumulate + row, sum);
     }

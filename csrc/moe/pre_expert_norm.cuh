@@ -16,9 +16,10 @@ namespace msl {
 constexpr int kPreNormThreads = 512;  // of a token
 
 template <int kCtas>
-__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads / kCtas)
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads / kCtas, kCtas == 1 ? 3 : 1)
     pre_expert_norm_kernel(const PreExpertNormParams p) {
   constexpr int kThreads = kPreNormThreads / kCtas;
+  constexpr int kSplits = kCtas > 1 ? 4 : 1;  // loaded together, added in order
   __shared__ ClusterSum<kCtas, kThreads, 2> cluster;
   pdl_launch();
   cluster.begin();
@@ -45,16 +46,23 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads 
     const float* pooled = p.pooled + int64_t(token) * kExpertDim + column;
     if (kCtas == 1 && !any) continue;  // many tokens: no bytes for nothing
 
-    float2 x[4];
+    float2 x[4] = {};
     float square = 0.0f;
+    for (int split = 0; split < p.splits; split += kSplits) {
+      float2 part[kSplits][4];
 #pragma unroll
-    for (int c = 0; c < 4; c++) x[c] = __ldcg(reinterpret_cast<const float2*>(pooled + 16 * c));
-    for (int s = 1; s < p.splits; s++) {
+      for (int j = 0; j < kSplits; j++)
+        if (split + j < p.splits) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        const float2 v = __ldcg(reinterpret_cast<const float2*>(pooled + s * stride + 16 * c));
-        x[c] = make_float2(x[c].x + v.x, x[c].y + v.y);
-      }
+          for (int c = 0; c < 4; c++)
+            part[j][c] = __ldcg(reinterpret_cast<const float2*>(pooled + (split + j) * stride + 16 * c));
+        }
+#pragma unroll
+      for (int j = 0; j < kSplits; j++)
+        if (split + j < p.splits) {
+#pragma unroll
+          for (int c = 0; c < 4; c++) x[c] = make_float2(x[c].x + part[j][c].x, x[c].y + part[j][c].y);
+        }
     }
 #pragma unroll
     for (int c = 0; c < 4; c++) square += x[c].x * x[c].x + x[c].y * x[c].y;

@@ -4,10 +4,12 @@
 // 128 CTAs of 8 warps; a CTA owns a block of 2 kSplits experts and one of kSplits slices of K, 64 KB of weights,
 // which its threads load into 64 registers each before pdl_wait(): the whole 8.4 MB matrix is under way or
 // there when the boundary ends. A warp owns kSplits / 4 experts; its lanes divide the slice among them.
-// After the wait the tokens' slices of h = hi + mid + lo go through shared memory as FP32, 16 tokens at a time
-// (the next 16 are loaded while these are multiplied). Lanes' sums meet by shuffles, 16 of them at once; the
-// consumer (router_topk) adds the slices in order. A token's additions are the same whatever tokens stand
-// beside it.
+// After the wait the tokens' slices of h = hi + mid + lo go through shared memory, 8 tokens at a time: the
+// planes by cp.async (the next 8 come while these are multiplied), then added to FP32 by the threads that
+// brought them. Lanes' sums meet by shuffles, up to 32 of them at once; the consumer (router_topk) adds the
+// slices in order. A token's additions are the same whatever tokens stand beside it.
+//
+// Registers are kept to 128 a thread, so that the CTA fits beside those of its neighbours in the chain.
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"
@@ -16,7 +18,7 @@
 namespace msl {
 
 constexpr int kRouterThreads = 256;
-constexpr int kRouterTokens = 16;  // tokens a chunk
+constexpr int kRouterTokens = 8;   // tokens a chunk
 
 template <int kSplits>
 struct RouterShape {
@@ -24,10 +26,10 @@ struct RouterShape {
   static constexpr int kRows = 2 * kSplits;
   static constexpr int kWarpRows = kRows / (kRouterThreads / 32);
   static constexpr int kQuads = kSlice / 128;                // float4s of a row a lane holds
-  static constexpr int kGroup = 16 / kWarpRows;              // tokens multiplied together: 16 sums a lane
+  static constexpr int kGroup = 32 / kWarpRows;              // tokens multiplied together: 32 sums a lane
   static constexpr int kItems = kRouterTokens * kSlice / 8;  // 8-element pieces of a chunk of tokens
   static constexpr int kThreadItems = kItems / kRouterThreads;
-  static constexpr size_t kSharedBytes = size_t(kRouterTokens) * kSlice * 4;
+  static constexpr size_t kSharedBytes = size_t(kItems) * (3 * 16 + 8 * 4);
   static_assert(kWarpRows * kQuads == 16);
 };
 
@@ -67,9 +69,11 @@ __device__ __forceinline__ void router_multiply(const float4 (&w)[kWarpRows][kQu
 }
 
 template <int kSplits>
-__global__ void __launch_bounds__(kRouterThreads) router_kernel(const RouterParams p) {
+__global__ void __launch_bounds__(kRouterThreads, 2) router_kernel(const RouterParams p) {
   using S = RouterShape<kSplits>;
-  extern __shared__ __align__(16) float chunk[];  // [kRouterTokens][kSlice]
+  extern __shared__ __align__(16) uint8_t shared[];
+  uint4* raw = reinterpret_cast<uint4*>(shared);  // [3][kItems], a thread's own
+  float* chunk = reinterpret_cast<float*>(shared + 3 * 16 * S::kItems);  // [kRouterTokens][kSlice]
   pdl_launch();
   const int split = blockIdx.x % kSplits;
   const int row = blockIdx.x / kSplits * S::kRows + (threadIdx.x >> 5) * S::kWarpRows;
@@ -83,41 +87,41 @@ __global__ void __launch_bounds__(kRouterThreads) router_kernel(const RouterPara
   pdl_wait();
 
   const __nv_bfloat16* planes = static_cast<const __nv_bfloat16*>(p.ffn_input) + k;
-  uint4 raw[S::kThreadItems][3];
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < S::kThreadItems; i++) {
       const int item = i * kRouterThreads + threadIdx.x;
-      const int token = first + item / (S::kSlice / 8), column = item % (S::kSlice / 8) * 8;
+      const int64_t token = first + item / (S::kSlice / 8);
       if (token < p.tokens) {
+        const __nv_bfloat16* src = planes + token * 3 * kHidden + item % (S::kSlice / 8) * 8;
 #pragma unroll
-        for (int plane = 0; plane < 3; plane++)
-          raw[i][plane] = __ldcg(
-              reinterpret_cast<const uint4*>(planes + (int64_t(token) * 3 + plane) * kHidden + column));
+        for (int plane = 0; plane < 3; plane++) cp_async16(raw + plane * S::kItems + item, src + plane * kHidden);
       }
     }
   };
   load(0);
   for (int first = 0; first < p.tokens; first += kRouterTokens) {
     const int n = min(kRouterTokens, p.tokens - first);
-    if (first > 0) __syncthreads();
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (first > 0) __syncthreads();  // the chunk before has been multiplied
 #pragma unroll
     for (int i = 0; i < S::kThreadItems; i++) {
       const int item = i * kRouterThreads + threadIdx.x;
-      if (item / (S::kSlice / 8) < n) {
-        float h[8];
+      if (item / (S::kSlice / 8) >= n) continue;
+      float h[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-          const auto part = [&](int plane) {
-            const uint4& v = raw[i][plane];
-            const uint32_t word = j < 2 ? v.x : j < 4 ? v.y : j < 6 ? v.z : v.w;
-            return __uint_as_float(j & 1 ? word & 0xFFFF0000u : word << 16);
-          };
-          h[j] = (part(0) + part(1)) + part(2);
+      for (int plane = 0; plane < 3; plane++) {
+        const uint4 v = raw[plane * S::kItems + item];
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float even = __uint_as_float(word[j] << 16), odd = __uint_as_float(word[j] & 0xFFFF0000u);
+          h[2 * j] = plane == 0 ? even : h[2 * j] + even;
+          h[2 * j + 1] = plane == 0 ? odd : h[2 * j + 1] + odd;
         }
-        *reinterpret_cast<float4*>(chunk + item * 8) = make_float4(h[0], h[1], h[2], h[3]);
-        *reinterpret_cast<float4*>(chunk + item * 8 + 4) = make_float4(h[4], h[5], h[6], h[7]);
       }
+      *reinterpret_cast<float4*>(chunk + item * 8) = make_float4(h[0], h[1], h[2], h[3]);
+      *reinterpret_cast<float4*>(chunk + item * 8 + 4) = make_float4(h[4], h[5], h[6], h[7]);
     }
     __syncthreads();
     if (first + kRouterTokens < p.tokens) load(first + kRouterTokens);
@@ -125,7 +129,9 @@ __global__ void __launch_bounds__(kRouterThreads) router_kernel(const RouterPara
     int t = 0;
     for (; t + S::kGroup <= n; t += S::kGroup)
       router_multiply<S::kWarpRows, S::kQuads, S::kGroup>(w, chunk + t * S::kSlice, S::kSlice, out + t * kExperts);
-    for (; t < n; t++)
+    for (; t + 2 <= n; t += 2)
+      router_multiply<S::kWarpRows, S::kQuads, 2>(w, chunk + t * S::kSlice, S::kSlice, out + t * kExperts);
+    if (t < n)
       router_multiply<S::kWarpRows, S::kQuads, 1>(w, chunk + t * S::kSlice, S::kSlice, out + t * kExperts);
   }
 }

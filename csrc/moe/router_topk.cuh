@@ -1,18 +1,28 @@
 // router_topk: the 8 experts of each token and their weights, then the expert lists.
 //
-// A CTA of 256 threads owns one token, a thread one expert: it adds the router's splits in order (all loads
-// under way at once), takes the sigmoid and the biased score. Exact top 8 by few steps: the least of the eight
-// warps' maxima bounds the eighth best from below, what reaches it (about 20 of 256) is compacted, and each of
-// these counts the better ones: its rank is its slot. Keys hold the score's order and, below it, the id, so
-// that ties go to the lowest id, ranks are distinct and the order of compaction does not matter. A NaN score
-// ranks below everything: whatever the activations, the ids are 8 distinct ones in range.
+// 256 threads own a token, a thread one expert: it adds the router's splits in order (all loads under way at
+// once), takes the sigmoid and the biased score. Exact top 8 by few steps: the least of the eight warps' maxima
+// bounds the eighth best from below, what reaches it (about 20 of 256) is compacted, and each of these counts
+// the better ones: its rank is its slot. Keys hold the score's order and, below it, the id, so that ties go to
+// the lowest id, ranks are distinct and the order of compaction does not matter. A NaN score ranks below
+// everything: whatever the activations, the ids are 8 distinct ones in range.
 //
-// Up to kListTokens tokens the CTA that finishes last (a ticket in the control block, set back to zero by it)
-// builds the expert lists (expert_lists.cuh); a single token needs no ticket.
+// Who builds the lists (expert_lists.cuh):
+//   up to 16 tokens      one cluster of 8 CTAs has all tokens, one or two a CTA. The CTAs exchange one word a
+//                        token, its set of local experts, and each places its own tokens' routes: the pooler,
+//                        the experts and so the whole step wait for this kernel, and a ticket through device
+//                        memory costs 1.4 us more. (One token: one CTA, no exchange.)
+//   up to kListTokens    a CTA a token; the one that finishes last builds everything. Its ticket is in the
+//                        control block; it sets it back to zero.
+//   beyond               a CTA a token, and two more launches.
 #pragma once
 #include "expert_lists.cuh"
 
 namespace msl {
+
+constexpr int kTopkThreads = kExperts;  // of a token
+constexpr int kTopkCtas = 8;            // of the cluster
+constexpr int kTopkClusterTokens = 16;
 
 // Unsigned order of the scores; 0 for NaN.
 __device__ __forceinline__ uint32_t score_order(float v) {
@@ -22,25 +32,26 @@ __device__ __forceinline__ uint32_t score_order(float v) {
 }
 
 struct TopkShared {
-  uint64_t key[kExperts];
+  ulonglong2 key[kExperts / 2 + 4];  // zeros behind the candidates, up to a multiple of 8
   float score[kExperts];
-  uint32_t warp_max[kListThreads / 32];
+  uint32_t warp_max[kTopkThreads / 32];
   int candidates;
   int id[kTopK];
   float chosen[kTopK];
-  bool last;
 };
 
-__global__ void __launch_bounds__(kListThreads) router_topk_kernel(const RouterTopkParams p) {
-  __shared__ __align__(16) TopkShared top;
-  __shared__ ListMasks<kListTokens / 32> masks;
-  pdl_launch();
-  const int expert = threadIdx.x;
-  const int token = blockIdx.x;
-  const float bias = p.bias[expert];
-  if (threadIdx.x == 0) top.candidates = 0;
-  pdl_wait();
+__device__ __forceinline__ void topk_begin(TopkShared& top, int expert) {
+  reinterpret_cast<uint64_t*>(top.key)[expert] = 0;
+  if (expert < 8) reinterpret_cast<uint64_t*>(top.key)[kExperts + expert] = 0;
+  if (expert == 0) top.candidates = 0;
+}
 
+// One token by 256 threads that share the named barrier `barrier`; `expert` is the thread's number among them.
+// topk_begin() has run (the first barrier in here orders it). Writes ids and weights; the first warp returns
+// each slot's id in its first 8 lanes.
+__device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShared& top, int barrier, int expert,
+                                             float bias, int token) {
+  const int lane = expert & 31;
   const float* logits = p.logits + int64_t(token) * kExperts + expert;
   const int64_t stride = int64_t(p.tokens) * kExperts;
   float logit = 0.0f;
@@ -57,62 +68,146 @@ __global__ void __launch_bounds__(kListThreads) router_topk_kernel(const RouterT
   const float score = 1.0f / (1.0f + expf(-logit * kRouterMultiplier));
   const uint32_t order = score_order(score + bias);
   const uint32_t best = __reduce_max_sync(0xFFFFFFFFu, order);
-  if ((threadIdx.x & 31) == 0) top.warp_max[threadIdx.x >> 5] = best;
-  __syncthreads();
+  if (lane == 0) top.warp_max[expert >> 5] = best;
+  named_barrier(barrier, kTopkThreads);
   uint32_t bound = top.warp_max[0];
 #pragma unroll
-  for (int w = 1; w < kListThreads / 32; w++) bound = min(bound, top.warp_max[w]);
-  const uint64_t key = uint64_t(order) << 32 | uint32_t(kExperts - 1 - expert);
+  for (int w = 1; w < kTopkThreads / 32; w++) bound = min(bound, top.warp_max[w]);
   const uint32_t among = __ballot_sync(0xFFFFFFFFu, order >= bound);
   int place = 0;
-  if ((threadIdx.x & 31) == 0) place = atomicAdd(&top.candidates, __popc(among));
-  place = __shfl_sync(0xFFFFFFFFu, place, 0) + __popc(among & ((1u << (threadIdx.x & 31)) - 1));
+  if (lane == 0) place = atomicAdd(&top.candidates, __popc(among));
+  place = __shfl_sync(0xFFFFFFFFu, place, 0) + __popc(among & ((1u << lane) - 1));
   if (order >= bound) {
-    top.key[place] = key;
+    reinterpret_cast<uint64_t*>(top.key)[place] = uint64_t(order) << 32 | uint32_t(kExperts - 1 - expert);
     top.score[place] = score;
   }
-  __syncthreads();
+  named_barrier(barrier, kTopkThreads);
   const int n = top.candidates;
-  if (threadIdx.x < n) {
-    const uint64_t mine = top.key[threadIdx.x];
+  if (n <= 32 && expert >= 32) return 0;  // the first warp has them all
+  if (expert < n) {
+    const uint64_t mine = reinterpret_cast<const uint64_t*>(top.key)[expert];
     int rank = 0;
-#pragma unroll 8
-    for (int i = 0; i < n; i++) rank += top.key[i] > mine;
+    for (int i = 0; i < n; i += 8) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const ulonglong2 other = top.key[i / 2 + j];
+        rank += (other.x > mine) + (other.y > mine);
+      }
+    }
     if (rank < kTopK) {
       top.id[rank] = kExperts - 1 - int(uint32_t(mine));
-      top.chosen[rank] = top.score[threadIdx.x];
+      top.chosen[rank] = top.score[expert];
     }
   }
-  __syncthreads();
-  if (threadIdx.x < kTopK) {
-    float sum = kRouteEps;
+  if (n > 32) named_barrier(barrier, kTopkThreads);
+  if (expert >= 32) return 0;
+  __syncwarp();
+  int id = 0;
+  if (lane < kTopK) {
     float total = 0.0f;
 #pragma unroll
     for (int s = 0; s < kTopK; s++) total += top.chosen[s];
-    sum += total;
-    p.topk_ids[int64_t(token) * kTopK + threadIdx.x] = top.id[threadIdx.x];
-    p.topk_scores[int64_t(token) * kTopK + threadIdx.x] = top.chosen[threadIdx.x] / sum;
+    id = top.id[lane];
+    p.topk_ids[int64_t(token) * kTopK + lane] = id;
+    p.topk_scores[int64_t(token) * kTopK + lane] = top.chosen[lane] / (total + kRouteEps);
   }
-  if (p.tokens > kListTokens) return;
+  return id;
+}
 
-  if (p.tokens > 1) {
+// A CTA a token; up to kListTokens tokens the last one builds the lists.
+__global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterTopkParams p) {
+  __shared__ __align__(16) TopkShared top;
+  __shared__ ListMasks<kListTokens / 32> masks;
+  __shared__ bool last;
+  pdl_launch();
+  const float bias = p.bias[threadIdx.x];
+  topk_begin(top, threadIdx.x);
+  pdl_wait();
+  topk_of_token(p, top, 1, threadIdx.x, bias, blockIdx.x);
+  if (p.tokens > kListTokens) return;
+  if (threadIdx.x < 32) {
     __syncwarp();
     if (threadIdx.x == 0) {
       __threadfence();
-      const uint32_t ticket = atomicAdd(p.counters, 1u);
-      top.last = ticket == gridDim.x - 1;
-      if (top.last) {
+      last = atomicAdd(p.counters, 1u) == gridDim.x - 1;
+      if (last) {
         *p.counters = 0;
         __threadfence();
       }
     }
-    __syncthreads();
-    if (!top.last) return;
-  } else {
-    __syncthreads();  // the ids, written by the first warp, are read back below through the L2
-    __threadfence_block();
   }
-  build_expert_lists(p, masks);
+  __syncthreads();
+  if (last) build_expert_lists(p, masks);
+}
+
+// All tokens in one cluster of kCtas CTAs, kGroups in each.
+template <int kCtas, int kGroups>
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kGroups* kTopkThreads)
+    router_topk_cluster_kernel(const RouterTopkParams p) {
+  constexpr int kTokens = kCtas * kGroups;
+  __shared__ __align__(16) TopkShared tops[kGroups];
+  __shared__ uint32_t sets[kTokens];  // each token's local experts
+  __shared__ uint64_t bar;
+  pdl_launch();
+  const int group = threadIdx.x / kTopkThreads, expert = threadIdx.x % kTopkThreads, lane = threadIdx.x & 31;
+  const int rank = kCtas > 1 ? cluster_rank() : 0;
+  const int token = group * kCtas + rank;
+  const float bias = p.bias[expert];
+  topk_begin(tops[group], expert);
+  if constexpr (kCtas > 1) {
+    if (threadIdx.x == 0) {
+      mbar_init(&bar, 1);
+      mbar_init_fence();
+      mbar_expect_tx(&bar, 4 * p.tokens);
+    }
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+  }
+  pdl_wait();
+  int local_start = 0, limit = 0;
+  if (expert < 32) {
+    local_start = __ldcg(p.local_start);
+    limit = list_limit(p);
+  }
+  uint32_t local = kExperts;  // this slot's local expert (lanes 0 .. 7 of the group's first warp)
+  if (token < p.tokens) {
+    const int id = topk_of_token(p, tops[group], 1 + group, expert, bias, token);
+    if (expert >= 32) return;
+    if (lane < kTopK && token < limit) local = (uint32_t(id) - uint32_t(local_start)) % kExperts;
+    const uint32_t set = __reduce_or_sync(0xFFFFFFFFu, local < kLocalExperts ? 1u << local : 0u);
+    if constexpr (kCtas > 1) {
+      if (lane < kCtas) store_remote_word(cluster_map(&sets[token], lane), set, cluster_map(&bar, lane));
+    } else {
+      if (lane == 0) sets[0] = set;
+      __syncwarp();
+    }
+  } else if (expert >= 32) {
+    return;
+  }
+  if constexpr (kCtas > 1) mbar_wait(&bar, 0);
+
+  // A route's place: all routes of the experts before its own, and its expert's in the tokens before.
+  const auto place = [&](uint32_t e, int before_token) {
+    int n = 0;
+#pragma unroll
+    for (int t = 0; t < kTokens; t++) {
+      const uint32_t set = t < p.tokens ? sets[t] : 0;
+      n += __popc(set & ((1u << e) - 1)) + (t < before_token ? (set >> e) & 1 : 0);
+    }
+    return n;
+  };
+  if (token < p.tokens && lane < kTopK) {
+    const bool is_local = local < kLocalExperts;
+    const int at = place(local % kLocalExperts, token);
+    if (is_local) p.route_token[at] = token;
+    p.token_route[token * kTopK + lane] = is_local ? at : -1;
+  }
+  if (token == 0) {
+    const int offset = place(lane, 0);
+    p.expert_offsets[lane] = offset;
+    if (lane == 31) p.expert_offsets[kLocalExperts] = place(lane, p.tokens);
+  }
 }
 
 }  // namespace msl

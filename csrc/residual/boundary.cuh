@@ -14,9 +14,8 @@
 // so four sums travel together. Where these nearly cancel, or are not finite, the sum of s'^2 itself is
 // taken in a second round; every thread of the cluster decides that from the same four numbers.
 //
-// Sizes: cluster of 8 x 256 threads, 4 columns a thread, up to 16 tokens (a chain of dependent steps:
-// latency counts); cluster of 2 x 512 threads, 8 columns a thread, where there are tokens enough to fill the
-// chip. From a few hundred tokens on boundary_stream.cuh takes over.
+// Sizes: cluster of 8 x 256 threads with 4 columns a thread for the fewest tokens (a chain of dependent steps:
+// latency counts), 4 x 512 and 2 x 512 as tokens fill the chip. Then boundary_stream.cuh takes over.
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"

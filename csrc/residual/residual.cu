@@ -7,35 +7,47 @@
 
 namespace msl {
 namespace {
-// Up to this many tokens a cluster of 8 CTAs takes one (latency); from the second figure on tokens stream
-// through persistent CTAs (bandwidth); between them a cluster of two CTAs takes one.
-constexpr int kClusterTokens = 16;
-constexpr int kStreamTokens = 256;
+// CTAs that share a token: 8 of 256 threads, 4 of 512, 2 of 512, while tokens are few and latency counts; from
+// the last figure on tokens stream through persistent CTAs. Measured on an H200 in a chain of dependent launches.
+constexpr int kBoundary8Tokens = 4, kBoundary4Tokens = 32, kBoundaryStreamTokens = 160;
+
+int attn_boundary_stream(const AttnBoundaryParams& p, const Launch& l) {
+  return launch(boundary_stream_kernel<AttnBoundaryParams>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
+                kStreamSharedBytes, l, p);
+}
+int ffn_boundary_stream(const FfnBoundaryParams& p, const Launch& l) {
+  return launch(boundary_stream_kernel<FfnBoundaryParams>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
+                kStreamSharedBytes, l, p);
+}
 }  // namespace
 
 int attn_boundary(const AttnBoundaryParams& p, const Launch& l) {
-  if (p.tokens >= kStreamTokens)
-    return launch(boundary_stream_kernel<AttnBoundaryParams>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
-                  kStreamSharedBytes, l, p);
-  if (p.tokens <= kClusterTokens)
+  if (p.tokens <= kBoundary8Tokens)
     return launch(attn_boundary_kernel<8, 256>, dim3(8 * p.tokens), dim3(256), 0, l, p);
-  return launch(attn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
+  if (p.tokens <= kBoundary4Tokens)
+    return launch(attn_boundary_kernel<4, 512>, dim3(4 * p.tokens), dim3(512), 0, l, p);
+  if (p.tokens < kBoundaryStreamTokens)
+    return launch(attn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
+  return attn_boundary_stream(p, l);
 }
 
 int ffn_boundary(const FfnBoundaryParams& p, const Launch& l) {
-  const bool whole = !p.branch_f32 && p.columns == kHidden;
-  if (whole && p.tokens >= kStreamTokens)
-    return launch(boundary_stream_kernel<FfnBoundaryParams>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
-                  kStreamSharedBytes, l, p);
-  if (p.tokens <= kClusterTokens)
+  if (p.tokens <= kBoundary8Tokens)
     return launch(ffn_boundary_kernel<8, 256>, dim3(8 * p.tokens), dim3(256), 0, l, p);
-  return launch(ffn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
+  if (p.tokens <= kBoundary4Tokens)
+    return launch(ffn_boundary_kernel<4, 512>, dim3(4 * p.tokens), dim3(512), 0, l, p);
+  // The stream kernel reads whole BF16 rows; splits and slices stay with the cluster kernel.
+  if (p.tokens < kBoundaryStreamTokens || p.branch_f32 || p.columns != kHidden)
+    return launch(ffn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
+  return ffn_boundary_stream(p, l);
 }
 
 int prepare_residual() {
   if (int e = prepare_kernel(attn_boundary_kernel<8, 256>, 0)) return e;
+  if (int e = prepare_kernel(attn_boundary_kernel<4, 512>, 0)) return e;
   if (int e = prepare_kernel(attn_boundary_kernel<2, 512>, 0)) return e;
   if (int e = prepare_kernel(ffn_boundary_kernel<8, 256>, 0)) return e;
+  if (int e = prepare_kernel(ffn_boundary_kernel<4, 512>, 0)) return e;
   if (int e = prepare_kernel(ffn_boundary_kernel<2, 512>, 0)) return e;
   if (int e = prepare_kernel(boundary_stream_kernel<AttnBoundaryParams>, kStreamSharedBytes)) return e;
   return prepare_kernel(boundary_stream_kernel<FfnBoundaryParams>, kStreamSharedBytes);
