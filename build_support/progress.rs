@@ -23,7 +23,8 @@ pub fn classify(line: &str) -> Line {
         return Line::Step(step);
     }
     if text.contains("ptxas warning") || text.contains("warning:") || text.contains("warning #") {
-        return Line::Warning(text.to_string());
+        // ccache hands the compiler paths relative to the build folder.
+        return Line::Warning(text.trim_start_matches("../").to_string());
     }
     Line::Other
 }

@@ -210,7 +210,7 @@ fn memory_limits_are_read() {
     "ptxas warning : Registers are spilled to local memory in function 'f', 8 bytes spill stores",
     Line::Warning("ptxas warning : Registers are spilled to local memory in function 'f', 8 bytes spill stores".to_string())
 )]
-#[case("x.cu(3): warning #177-D: variable declared", Line::Warning("x.cu(3): warning #177-D: variable declared".to_string()))]
+#[case("../../x.cu(3): warning #177-D: variable declared", Line::Warning("x.cu(3): warning #177-D: variable declared".to_string()))]
 #[case("cargo:root=/x", Line::Cargo("cargo:root=/x".to_string()))]
 #[case("-- Configuring done", Line::Other)]
 fn output_is_sorted(#[case] line: &str, #[case] expected: Line) {
