@@ -26,6 +26,7 @@ pub mod plan;
 pub mod routing;
 pub mod step;
 pub mod stream;
+pub mod synthetic;
 pub mod tensor;
 pub mod weights;
 pub mod workspace;
