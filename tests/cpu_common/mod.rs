@@ -1,5 +1,5 @@
 //! What the CPU tests share.
-#![allow(dead_code)] // each test binary uses a part
+#![allow(dead_code, unused_macros, unused_imports)] // each test binary uses a part
 
 pub mod naive;
 pub mod pairwise;
