@@ -301,7 +301,7 @@ impl Default for LayerConfig {
     }
 }
 
-/// Which intermediate results a step keeps. Names and shapes: see the CPU backend.
+/// Which intermediate results a step keeps. Names and shapes: [`TapValues`](crate::backend::cpu::TapValues).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Taps {

@@ -530,8 +530,7 @@ fn residual_stream(hidden: usize, spec: &StepSpec, seed: u64) -> (Vec<f32>, Vec<
         let scale = if draft[t] { DRAFT_SHARE } else { 1.0 };
         let own = (1.0 - STREAM_SHARED * scale * scale).sqrt() as f32;
         let scale = scale as f32;
-        let weights: [f32; STREAM_RANK] =
-            std::array::from_fn(|r| coefficients.normal((t * STREAM_RANK + r) as u64));
+        let weights: [f32; STREAM_RANK] = std::array::from_fn(|r| coefficients.normal((t * STREAM_RANK + r) as u64));
         let mut squares = 0f64;
         for (i, v) in row.iter_mut().enumerate() {
             let mut along = 0f32;

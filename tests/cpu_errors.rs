@@ -61,10 +61,16 @@ fn weights() {
     let e = weights_error(|w| drop(w.0.remove("pooler")));
     assert!(matches!(&e, Error::Missing { tensor } if tensor == "pooler"), "{e}");
     let e = weights_error(|w| w.insert("o", HostTensor::bf16(&[1, 1], vec![half::bf16::ONE])));
-    assert!(matches!(&e, Error::Shape { tensor, wanted, got } if tensor == "o" && *wanted == [64, 64] && *got == [1, 1]), "{e}");
+    assert!(
+        matches!(&e, Error::Shape { tensor, wanted, got } if tensor == "o" && *wanted == [64, 64] && *got == [1, 1]),
+        "{e}"
+    );
     assert_eq!(e.to_string(), "o: wanted shape [64, 64], got [1, 1]");
     let e = weights_error(|w| w.insert("router_bias", HostTensor::bf16(&[32], vec![half::bf16::ONE; 32])));
-    assert!(matches!(&e, Error::DType { tensor, wanted: DType::F32, got: DType::Bf16 } if tensor == "router_bias"), "{e}");
+    assert!(
+        matches!(&e, Error::DType { tensor, wanted: DType::F32, got: DType::Bf16 } if tensor == "router_bias"),
+        "{e}"
+    );
     let e = weights_error(|w| {
         let mut scales = w.get("w2_sf").unwrap().as_e4m3("w2_sf").unwrap().to_vec();
         scales[100] = 0x7f;
@@ -167,5 +173,7 @@ fn device_tensors_are_checked() {
     assert!(matches!(e(&good, DType::F32, &[8, 2]), Error::Shape { .. }));
     strided.expect("x", DType::F32, &[2, 8], 16).unwrap();
     // SAFETY: as above; an empty view needs no address.
-    unsafe { DeviceTensor::contiguous(0, DType::F32, &[0, 8]) }.expect_contiguous("x", DType::F32, &[0, 8], 16).unwrap();
+    unsafe { DeviceTensor::contiguous(0, DType::F32, &[0, 8]) }
+        .expect_contiguous("x", DType::F32, &[0, 8], 16)
+        .unwrap();
 }

@@ -18,8 +18,11 @@ fn is_nan(byte: u8) -> bool {
 fn e4m3_values_are_the_format() {
     for byte in 0..=255u8 {
         let (sign, exponent, mantissa) = (byte >> 7, i32::from((byte >> 3) & 15), f64::from(byte & 7));
-        let magnitude =
-            if exponent == 0 { mantissa / 8.0 * 2f64.powi(-6) } else { (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7) };
+        let magnitude = if exponent == 0 {
+            mantissa / 8.0 * 2f64.powi(-6)
+        } else {
+            (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7)
+        };
         let value = e4m3_to_f32(byte);
         assert_eq!(value.is_nan(), is_nan(byte));
         if !is_nan(byte) {

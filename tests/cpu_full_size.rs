@@ -22,7 +22,9 @@ fn one_token_takes_under_3_seconds_and_4_gib() {
     let start = Instant::now();
     let layer = layer(&config, 1);
     println!("weights {:.2?}", start.elapsed());
-    for (batch, q_len, kind) in [(1, 1, LayerKind::Full), (1, 1, LayerKind::Sliding), (1, 8, LayerKind::Full), (64, 1, LayerKind::Sliding)] {
+    for (batch, q_len, kind) in
+        [(1, 1, LayerKind::Full), (1, 1, LayerKind::Sliding), (1, 8, LayerKind::Full), (64, 1, LayerKind::Sliding)]
+    {
         let start = Instant::now();
         let mut step = synthetic::step(&config, &spec(batch, q_len, 8192, kind, 1), 2).unwrap();
         let made = start.elapsed();
@@ -33,7 +35,8 @@ fn one_token_takes_under_3_seconds_and_4_gib() {
         let out = run(&layer, &mut step, &options);
         let taken = start.elapsed();
         let ids = &out.topk_ids;
-        let local = ids.iter().filter(|&&e| routing::local_expert(&config, e, step.input.local_start).is_some()).count();
+        let local =
+            ids.iter().filter(|&&e| routing::local_expert(&config, e, step.input.local_start).is_some()).count();
         println!("{kind} {batch} x {q_len} at 8192: inputs {made:.2?}, step {taken:.2?}, {local} local routes");
         if batch * q_len == 1 {
             assert!(taken.as_secs_f64() < 3.0, "one token took {taken:?}");

@@ -38,11 +38,15 @@ impl Golden {
                 other => panic!("{name}: {other:?}"),
             };
             // The file's data may be unaligned: through a fresh buffer of the widest alignment.
-            let words: Vec<i64> = view.data().chunks(8).map(|c| {
-                let mut word = [0; 8];
-                word[..c.len()].copy_from_slice(c);
-                i64::from_le_bytes(word)
-            }).collect();
+            let words: Vec<i64> = view
+                .data()
+                .chunks(8)
+                .map(|c| {
+                    let mut word = [0; 8];
+                    word[..c.len()].copy_from_slice(c);
+                    i64::from_le_bytes(word)
+                })
+                .collect();
             let aligned = HostTensor::i64(&[words.len()], words);
             let bytes = &aligned.bytes()[..view.data().len()];
             tensors.insert(&name, HostTensor::from_bytes(&name, dtype, view.shape(), bytes).unwrap().into_owned());
@@ -151,8 +155,7 @@ fn inputs(step: &SyntheticStep) -> NamedTensors<'_> {
 /// New cache entries: equal but for single roundings that fall the other way (one E4M3 step is 1/8).
 fn check_entries(what: &str, config: &LayerConfig, cache: &[u8], slots: &[i64], want: &[u8]) {
     let width = config.kv_size();
-    let got: Vec<u8> =
-        slots.iter().flat_map(|&s| cache[s as usize * width..][..width].iter().copied()).collect();
+    let got: Vec<u8> = slots.iter().flat_map(|&s| cache[s as usize * width..][..width].iter().copied()).collect();
     let different = got.iter().zip(want).filter(|(g, w)| g != w).count();
     assert!(different * 1000 <= want.len(), "{what}: {different} of {} bytes differ", want.len());
     let values = |x: &[u8]| x.iter().map(|&b| e4m3_to_f32(b)).collect::<Vec<_>>();

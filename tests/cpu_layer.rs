@@ -335,9 +335,8 @@ fn rank_weights(all: &NamedTensors<'static>, start: usize, local: usize) -> Name
         for name in ["w13", "w13_sf", "w13_gs", "w2", "w2_sf", "w2_gs"] {
             let t = all.get(name).unwrap();
             let each = t.bytes().len() / t.shape[0];
-            let bytes: Vec<u8> = (start..start + local)
-                .flat_map(|e| t.bytes()[e % t.shape[0] * each..][..each].to_vec())
-                .collect();
+            let bytes: Vec<u8> =
+                (start..start + local).flat_map(|e| t.bytes()[e % t.shape[0] * each..][..each].to_vec()).collect();
             let shape = [&[local], &t.shape[1..]].concat();
             let words: Vec<f32> = bytes.chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect();
             let part = match name {

@@ -186,7 +186,10 @@ fn check_append(row: &Row, precision: QueryPrecision) {
                 // The nearest value, or one as near but for FP32 rounding of the quotient.
                 let distance = |x: f32| (f64::from(x) - want).abs();
                 let (got_distance, best) = (distance(e4m3_to_f32(got)), distance(naive::nearest_e4m3(want)));
-                assert!(got_distance <= best + want.abs() * 1e-6, "{what} of token {t}, element {i}: {got:#04x} for {want}");
+                assert!(
+                    got_distance <= best + want.abs() * 1e-6,
+                    "{what} of token {t}, element {i}: {got:#04x} for {want}"
+                );
                 bytes[slot + i] = got;
             }
         }
@@ -205,13 +208,8 @@ fn check_append(row: &Row, precision: QueryPrecision) {
 
 pairwise!(attention, |row| {
     let mut s = chain(row);
-    let want = naive::attention(
-        s.layer.config(),
-        &s.queries.q,
-        &s.step.input.view().batch,
-        &s.step.cache.view(),
-        s.kind,
-    );
+    let want =
+        naive::attention(s.layer.config(), &s.queries.q, &s.step.input.view().batch, &s.step.cache.view(), s.kind);
     close("attn_core", &s.core, &want, FP32);
 });
 
@@ -224,7 +222,12 @@ pairwise!(o, |row| {
     let s = chain(row);
     let c = s.layer.config();
     let w = bf16s(s.layer.weights(), "o");
-    close("attn_out", &s.attn_out, &naive::project(&s.gated, c.q_size(), c.hidden, naive::element(w, c.q_size())), FP32);
+    close(
+        "attn_out",
+        &s.attn_out,
+        &naive::project(&s.gated, c.q_size(), c.hidden, naive::element(w, c.q_size())),
+        FP32,
+    );
 });
 
 /// Checks the first boundary for `branch`, `factor` times the usual one (small: the epsilon counts).

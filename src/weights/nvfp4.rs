@@ -30,9 +30,7 @@ pub fn unpack_codes(packed: &[u8]) -> Vec<u8> {
 #[inline]
 pub fn decode_row(packed: &[u8], scales: &[u8], out: &mut [f32]) {
     let pairs: &[[f32; 2]; 256] = &PAIRS;
-    for ((codes, &scale), values) in
-        packed.chunks_exact(BLOCK / 2).zip(scales).zip(out.chunks_exact_mut(BLOCK))
-    {
+    for ((codes, &scale), values) in packed.chunks_exact(BLOCK / 2).zip(scales).zip(out.chunks_exact_mut(BLOCK)) {
         let scale = e4m3_to_f32(scale);
         for (&byte, pair) in codes.iter().zip(values.chunks_exact_mut(2)) {
             let [a, b] = pairs[byte as usize];

@@ -22,10 +22,7 @@ pub fn layer(config: &LayerConfig, seed: u64) -> CpuLayer<'static> {
 }
 
 /// A copy of `weights` with one tensor changed.
-pub fn with(
-    weights: &NamedTensors<'static>,
-    change: impl FnOnce(&mut NamedTensors<'static>),
-) -> NamedTensors<'static> {
+pub fn with(weights: &NamedTensors<'static>, change: impl FnOnce(&mut NamedTensors<'static>)) -> NamedTensors<'static> {
     let mut out = weights.clone();
     change(&mut out);
     out

@@ -36,7 +36,12 @@ pub fn element(w: &[bf16], k: usize) -> impl Fn(usize, usize) -> f64 + '_ {
 }
 
 /// An NVFP4 matrix's element: codes two to a byte, low nibble first; a scale per 16.
-pub fn nvfp4<'a>(codes: &'a [u8], scales: &'a [u8], gs: impl Fn(usize) -> f32 + 'a, k: usize) -> impl Fn(usize, usize) -> f64 + 'a {
+pub fn nvfp4<'a>(
+    codes: &'a [u8],
+    scales: &'a [u8],
+    gs: impl Fn(usize) -> f32 + 'a,
+    k: usize,
+) -> impl Fn(usize, usize) -> f64 + 'a {
     move |r, c| {
         let at = r * k + c;
         let code = if at % 2 == 0 { codes[at / 2] & 15 } else { codes[at / 2] >> 4 };

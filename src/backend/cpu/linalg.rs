@@ -120,12 +120,7 @@ unsafe fn raw_gemm<E: Element>(
 
 /// `x` `[T, k]` times the transpose of a weight `[rows, k]` whose row `r` is written by
 /// `decode(r, &mut [k])`: `[T, rows]`.
-pub(super) fn project<E: Element>(
-    x: &[E],
-    k: usize,
-    rows: usize,
-    decode: impl Fn(usize, &mut [E]) + Sync,
-) -> Vec<E> {
+pub(super) fn project<E: Element>(x: &[E], k: usize, rows: usize, decode: impl Fn(usize, &mut [E]) + Sync) -> Vec<E> {
     let tokens = x.len() / k;
     if tokens == 0 || rows == 0 {
         return Vec::new();

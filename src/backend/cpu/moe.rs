@@ -54,9 +54,7 @@ fn expert_gemm(
             let scales = &block_scales[row * k / nvfp4::BLOCK..][..k / nvfp4::BLOCK];
             nvfp4::decode_row(codes, scales, out);
         }),
-        Experts::Bf16 { values } => {
-            project(x, k, rows, |r, out| widen(&values[(expert * rows + r) * k..][..k], out))
-        }
+        Experts::Bf16 { values } => project(x, k, rows, |r, out| widen(&values[(expert * rows + r) * k..][..k], out)),
     };
     y.par_chunks_mut(rows).for_each(|row| row.iter_mut().enumerate().for_each(|(r, v)| *v *= scale_of(r)));
     y
