@@ -14,4 +14,8 @@ namespace msl {
 // else); the plan's bound on the query length alone decides which.
 constexpr int kSplitTokens = 8;
 
+// qk_norm_rope_append and attention in one launch where that is possible (decode: max_q_len 1, split
+// kernel), in two otherwise; the same bits either way. In the one-launch form `q` is not written.
+int append_attention(const QkNormRopeAppendParams&, const AttentionParams&, const Launch&);
+
 }  // namespace msl

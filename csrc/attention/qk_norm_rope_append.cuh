@@ -1,8 +1,9 @@
 // qk_norm_rope_append: one warp owns one 64-wide head row of one token: 16 rows of q, 2 of k, 2 of v
 // and 16 of the output gate, 36 warps a token in CTAs of 4 (so that one token already spreads over 9
 // SMs). A lane holds elements 2 l and 2 l + 1, which is one RoPE pair: norm, rotation and
-// quantisation need nothing but one warp reduction. No shared memory; everything but inv_freq comes
-// from predecessors or the caller's step data, so all of it is read after the wait.
+// quantisation need nothing but one warp reduction. No shared memory; everything is read after the
+// wait. In decode the attention kernel does the same work in its prologue (attention_decode.cuh), by the
+// functions below, and this kernel is not launched.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -29,7 +30,7 @@ __device__ __forceinline__ uint32_t e4m3_pair_to_half2(uint16_t v) {
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-  for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  for (int o = 16; o > 0; o >>= 1) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, o));
   return x;
 }
 
@@ -40,62 +41,85 @@ __device__ __forceinline__ void sincos_full_range(float angle, float& s, float& 
   sincospif(static_cast<float>(2.0 * (turns - rint(turns))), &s, &c);
 }
 
+constexpr int kFirstK = kQHeads, kFirstV = kFirstK + kKvHeads, kFirstGate = kFirstV + kKvHeads;  // head rows
+
+// Elements 2 lane, 2 lane + 1 of N head rows of token t: the projection's splits added in order, all
+// loads of 4 splits in flight together. Rows below 0 are not read (and give 0).
+template <int N>
+__device__ __forceinline__ void add_splits(const QkNormRopeAppendParams& p, int64_t t, const int (&rows)[N], int lane,
+                                           float2 (&x)[N]) {
+  const float* src = p.qkv + t * kQkvRows + 2 * lane;
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = make_float2(0.0f, 0.0f);
+#pragma unroll 4
+  for (int s = 0; s < p.splits; s++, src += static_cast<int64_t>(p.tokens) * kQkvRows) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float2 v = rows[i] >= 0 ? __ldcg(reinterpret_cast<const float2*>(src + rows[i] * kHeadDim)) : make_float2(0.0f, 0.0f);
+      x[i].x += v.x;
+      x[i].y += v.y;
+    }
+  }
+}
+// RMS norm of a q or k row, one warp, and rotation by (sn, cs) if `rope`.
+__device__ __forceinline__ float2 norm_rope(float2 x, bool rope, float sn, float cs) {
+  // Spelled out, so that every kernel that inlines it rounds alike.
+  const float scale = rsqrtf(__fmaf_rn(warp_sum(__fmaf_rn(x.x, x.x, __fmul_rn(x.y, x.y))), 1.0f / kHeadDim, kRmsEps));
+  x = make_float2(__fmul_rn(x.x, scale), __fmul_rn(x.y, scale));
+  if (!rope) return x;
+  return make_float2(__fsub_rn(__fmul_rn(x.x, cs), __fmul_rn(x.y, sn)), __fadd_rn(__fmul_rn(x.x, sn), __fmul_rn(x.y, cs)));
+}
+__device__ __forceinline__ uint32_t query_half2(float2 x, bool e4m3) {
+  if (e4m3) return e4m3_pair_to_half2(e4m3_pair(x.x, x.y));
+  const __half2 h = __floats2half2_rn(x.x, x.y);
+  return *reinterpret_cast<const uint32_t*>(&h);
+}
+// The cache row where token t's entry goes, or -1.
+__device__ __forceinline__ int64_t append_slot(const QkNormRopeAppendParams& p, int64_t t) {
+  const int64_t slot = __ldcg(reinterpret_cast<const long long*>(p.cache_loc) + t);
+  return slot < 0 || slot >= p.cache_rows || (slot == 0 && p.skip_slot_zero) ? -1 : slot;
+}
+// Two bytes of a finished k or v row (head row `row`) as the cache holds them.
+__device__ __forceinline__ uint16_t cache_bytes(const QkNormRopeAppendParams& p, int row, float2 x) {
+  const float scale = *(row < kFirstV ? p.k_scale : p.v_scale);
+  return e4m3_pair(__fdiv_rn(x.x, scale), __fdiv_rn(x.y, scale));
+}
+// ... and their place in the K or V cache, in units of two bytes.
+__device__ __forceinline__ uint16_t* cache_place(const QkNormRopeAppendParams& p, int row, int64_t slot, int lane) {
+  uint16_t* cache = static_cast<uint16_t*>(row < kFirstV ? p.k_cache : p.v_cache);
+  return cache + (slot * kKvSize + ((row - kFirstK) & 1) * kHeadDim) / 2 + lane;
+}
+__device__ __forceinline__ void token_sincos(const QkNormRopeAppendParams& p, int64_t t, int lane, float& sn, float& cs) {
+  const float position = static_cast<float>(__ldcg(reinterpret_cast<const long long*>(p.positions) + t));
+  sincos_full_range(__fmul_rn(position, __ldcg(p.inv_freq + lane)), sn, cs);
+}
+
 __global__ void __launch_bounds__(kAppendWarps * 32) qk_norm_rope_append_kernel(const __grid_constant__
                                                                                  QkNormRopeAppendParams p) {
   pdl_launch();
   const int lane = threadIdx.x & 31;
   const int row = blockIdx.x * kAppendWarps + (threadIdx.x >> 5);  // head row of the token
   const int64_t t = blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y;
-  const float inv_freq = p.inv_freq ? __ldg(p.inv_freq + lane) : 0.0f;
   pdl_wait();
   if (t >= p.tokens) return;
-
-  const int64_t split_stride = static_cast<int64_t>(p.tokens) * kQkvRows;
-  const float* src = p.qkv + t * kQkvRows + row * kHeadDim + 2 * lane;
-  float x0 = 0.0f, x1 = 0.0f;
-#pragma unroll 8
-  for (int s = 0; s < p.splits; s++) {
-    const float2 v = __ldcg(reinterpret_cast<const float2*>(src + s * split_stride));
-    x0 += v.x;
-    x1 += v.y;
-  }
-
-  constexpr int kFirstK = kQHeads, kFirstV = kFirstK + kKvHeads, kFirstGate = kFirstV + kKvHeads;
+  float2 sums[1];
+  add_splits<1>(p, t, {row}, lane, sums);
+  float2 x = sums[0];
   if (row >= kFirstGate) {
-    const int64_t at = t * kQSize + (row - kFirstGate) * kHeadDim + 2 * lane;
-    *reinterpret_cast<float2*>(p.gate + at) = make_float2(x0, x1);
+    *reinterpret_cast<float2*>(p.gate + t * kQSize + (row - kFirstGate) * kHeadDim + 2 * lane) = x;
     return;
   }
   if (row < kFirstV) {
-    const float scale = rsqrtf(warp_sum(x0 * x0 + x1 * x1) * (1.0f / kHeadDim) + kRmsEps);
-    x0 *= scale;
-    x1 *= scale;
-    if (p.inv_freq) {
-      float sn, cs;
-      sincos_full_range(__fmul_rn(static_cast<float>(p.positions[t]), inv_freq), sn, cs);
-      const float even = __fsub_rn(__fmul_rn(x0, cs), __fmul_rn(x1, sn));
-      x1 = __fadd_rn(__fmul_rn(x0, sn), __fmul_rn(x1, cs));
-      x0 = even;
-    }
+    float sn = 0.0f, cs = 1.0f;
+    if (p.inv_freq) token_sincos(p, t, lane, sn, cs);
+    x = norm_rope(x, p.inv_freq != nullptr, sn, cs);
   }
   if (row < kFirstK) {
-    uint32_t packed;
-    if (p.e4m3_query) {
-      packed = e4m3_pair_to_half2(e4m3_pair(x0, x1));
-    } else {
-      const __half2 h = __floats2half2_rn(x0, x1);
-      packed = *reinterpret_cast<const uint32_t*>(&h);
-    }
-    reinterpret_cast<uint32_t*>(p.q)[(t * kQSize + row * kHeadDim) / 2 + lane] = packed;
+    reinterpret_cast<uint32_t*>(p.q)[(t * kQSize + row * kHeadDim) / 2 + lane] = query_half2(x, p.e4m3_query);
     return;
   }
-  const int64_t slot = p.cache_loc[t];
-  if (slot < 0 || slot >= p.cache_rows || (slot == 0 && p.skip_slot_zero)) return;
-  const bool is_k = row < kFirstV;
-  const int head = row - (is_k ? kFirstK : kFirstV);
-  const float scale = is_k ? *p.k_scale : *p.v_scale;
-  uint16_t* cache = static_cast<uint16_t*>(is_k ? p.k_cache : p.v_cache);
-  cache[(slot * kKvSize + head * kHeadDim) / 2 + lane] = e4m3_pair(__fdiv_rn(x0, scale), __fdiv_rn(x1, scale));
+  const int64_t slot = append_slot(p, t);
+  if (slot >= 0) *cache_place(p, row, slot, lane) = cache_bytes(p, row, x);
 }
 
 inline int launch_qk_norm_rope_append(const QkNormRopeAppendParams& p, const Launch& l) {
