@@ -106,7 +106,7 @@ impl DecoderLayer {
 
     /// Decides what steps of `key` launch. The kernels are loaded by then, so that nothing is loaded in
     /// capture. `MUSE_SPARK_LAYER_SYNC=1` in the environment makes every plan a debugging one, which
-    /// synchronises after each operation and names the one that failed.
+    /// prints each operation to stderr, synchronises after it and names the one that failed.
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
     pub fn plan(&self, mut key: PlanKey) -> Result<Plan> {
         match &self.engine {

@@ -60,7 +60,7 @@ pub struct PlanKey {
     pub route_bound: Option<u32>,
     /// Tokens whose `cache_loc` is 0 store nothing (runtimes that use slot 0 as a sink).
     pub skip_slot_zero: bool,
-    /// Debugging: synchronise after each operation and name the one that failed. Not for capture.
+    /// Debugging: print each operation, synchronise after it and name the one that failed. Not for capture.
     pub synchronize: bool,
 }
 

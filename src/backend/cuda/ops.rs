@@ -27,12 +27,14 @@ const SOFTMAX_SCALE: f32 = 5.473_006_5 / 8.0;
 const PLANES_STRIDE: i32 = 3 * m::HIDDEN as i32;
 
 impl Step<'_> {
-    /// In a debugging plan, waits for the operation and names it if it failed.
+    /// In a debugging plan, names the operation (the last name is the one that hangs), waits for it, and
+    /// names it in the error if it failed.
     fn launched(&self, operation: &'static str, result: Result<()>) -> Result<()> {
         result?;
         if !self.plan.key.synchronize {
             return Ok(());
         }
+        eprintln!("muse-spark-layer: {operation}");
         self.device.synchronize_stream(self.launch.stream as u64).map_err(|e| match e {
             Error::Cuda { code, text, .. } => Error::Cuda { call: operation.into(), code, text },
             other => other,
