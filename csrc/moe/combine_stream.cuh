@@ -1,16 +1,17 @@
 // combine for many tokens: the experts' rows as a stream.
 //
-// A persistent CTA owns every gridDim.x-th token. One warp reads the tokens' routes ahead and brings their BF16
-// rows (8 KB each) by bulk copies into a ring of 16, so that 128 KB an SM are under way however the local routes
-// fall; 16 warps, 8 columns a thread, take up to four rows at a time: one block reduction for their norms, then
-// the weighted sum. Rows stay in registers as BF16 and are widened twice, which keeps the threads small. The
-// arithmetic and its order are those of combine.cuh.
+// A persistent CTA, two an SM, owns every gridDim.x-th token. One warp reads the tokens' routes ahead and brings
+// their BF16 rows (8 KB each) by bulk copies into a ring of 12, so that up to 192 KB an SM are under way however
+// the local routes fall; 16 warps, 8 columns a thread, take up to four rows at a time: one block reduction for
+// their norms, then the weighted sum (two CTAs, because one would idle in the reduction). Rows stay in registers
+// as BF16 and are widened twice, which keeps the threads small. The arithmetic and its order are combine.cuh's.
 #pragma once
 #include "combine.cuh"
 
 namespace msl {
 
-constexpr int kCombineStages = 16;
+constexpr int kCombineStages = 12;
+constexpr int kCombineStreamCtas = 2;  // an SM
 constexpr int kCombineRowBytes = kExpertDim * 2;
 constexpr size_t kCombineSharedBytes = kCombineStages * kCombineRowBytes;
 constexpr int kCombineStreamThreads = kCombineThreads + 32;
@@ -29,7 +30,7 @@ __device__ __forceinline__ uint32_t route_place(const CombineParams& p, int64_t 
   return route >= 0 ? uint32_t(route) - uint32_t(p.route_begin) : 0xFFFFFFFFu;
 }
 
-__global__ void __launch_bounds__(kCombineStreamThreads, 1) combine_stream_kernel(const CombineParams p) {
+__global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) combine_stream_kernel(const CombineParams p) {
   extern __shared__ __align__(128) uint8_t rows[];  // [kCombineStages][8 KB]
   __shared__ __align__(16) CombineRing ring;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

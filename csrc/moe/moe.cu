@@ -6,6 +6,7 @@
 #include "combine_stream.cuh"
 #include "pre_expert_norm.cuh"
 #include "router.cuh"
+#include "router_mma.cuh"
 #include "router_topk.cuh"
 
 namespace msl {
@@ -28,12 +29,18 @@ int combine_with(const CombineParams& p, const Launch& l) {
   return launch(p.y_f32 ? combine_kernel<kCtas, kBatch, true> : combine_kernel<kCtas, kBatch, false>, dim3(ctas),
                 dim3(kCombineThreads / kCtas), 0, l, p);
 }
+constexpr int kRouterFmaTokens = 8;  // FP32 FMA up to here, tensor cores beyond
+
 template <int kSplits>
 int router_with(const RouterParams& p, const Launch& l) {
+  if (p.tokens > kRouterFmaTokens)
+    return launch(router_mma_kernel<kSplits>, dim3(128), dim3(kRouterThreads),
+                  RouterMmaShape<kSplits>::shared_bytes(p.tokens), l, p);
   return launch(router_kernel<kSplits>, dim3(128), dim3(kRouterThreads), RouterShape<kSplits>::kSharedBytes, l, p);
 }
 template <int kSplits>
 int prepare_router() {
+  if (int e = prepare_kernel(router_mma_kernel<kSplits>, RouterMmaShape<kSplits>::shared_bytes(kMmaTokens + 1))) return e;
   return prepare_kernel(router_kernel<kSplits>, RouterShape<kSplits>::kSharedBytes);
 }
 }  // namespace
@@ -72,7 +79,7 @@ int combine(const CombineParams& p, const Launch& l) {
   if (p.tokens <= kCombine4Tokens) return combine_with<4, 4>(p, l);
   if (p.tokens <= kCombine2Tokens) return combine_with<2, 4>(p, l);
   if (p.tokens < kCombineStreamTokens || p.y_f32) return combine_with<1, 2>(p, l);
-  return launch(combine_stream_kernel, dim3(std::min(p.tokens, l.sm_count)), dim3(kCombineStreamThreads),
+  return launch(combine_stream_kernel, dim3(std::min(p.tokens, kCombineStreamCtas * l.sm_count)), dim3(kCombineStreamThreads),
                 kCombineSharedBytes, l, p);
 }
 

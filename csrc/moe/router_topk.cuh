@@ -114,6 +114,13 @@ __device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShar
   return id;
 }
 
+// Publishes this CTA's ids; the last one to come sees everyone's.
+__device__ __forceinline__ uint32_t take_ticket(uint32_t* counter) {
+  uint32_t ticket;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter) : "memory");
+  return ticket;
+}
+
 // A CTA a token; up to kListTokens tokens the last one builds the lists.
 __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterTopkParams p) {
   __shared__ __align__(16) TopkShared top;
@@ -128,12 +135,8 @@ __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterT
   if (threadIdx.x < 32) {
     __syncwarp();
     if (threadIdx.x == 0) {
-      __threadfence();
-      last = atomicAdd(p.counters, 1u) == gridDim.x - 1;
-      if (last) {
-        *p.counters = 0;
-        __threadfence();
-      }
+      last = take_ticket(p.counters) == gridDim.x - 1;
+      if (last) *p.counters = 0;
     }
   }
   __syncthreads();

@@ -8,8 +8,9 @@
 namespace msl {
 namespace {
 // CTAs that share a token: 8 of 256 threads, 4 of 512, 2 of 512, while tokens are few and latency counts; from
-// the last figure on tokens stream through persistent CTAs. Measured on an H200 in a chain of dependent launches.
-constexpr int kBoundary8Tokens = 4, kBoundary4Tokens = 32, kBoundaryStreamTokens = 160;
+// the stream figures on tokens stream through persistent CTAs. Measured on an H200 in a chain of dependent launches.
+constexpr int kBoundary8Tokens = 4, kBoundary4Tokens = 16;
+constexpr int kAttnStreamTokens = 160, kFfnStreamTokens = 96;
 
 int attn_boundary_stream(const AttnBoundaryParams& p, const Launch& l) {
   return launch(boundary_stream_kernel<AttnBoundaryParams>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
@@ -26,7 +27,7 @@ int attn_boundary(const AttnBoundaryParams& p, const Launch& l) {
     return launch(attn_boundary_kernel<8, 256>, dim3(8 * p.tokens), dim3(256), 0, l, p);
   if (p.tokens <= kBoundary4Tokens)
     return launch(attn_boundary_kernel<4, 512>, dim3(4 * p.tokens), dim3(512), 0, l, p);
-  if (p.tokens < kBoundaryStreamTokens)
+  if (p.tokens < kAttnStreamTokens)
     return launch(attn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
   return attn_boundary_stream(p, l);
 }
@@ -37,7 +38,7 @@ int ffn_boundary(const FfnBoundaryParams& p, const Launch& l) {
   if (p.tokens <= kBoundary4Tokens)
     return launch(ffn_boundary_kernel<4, 512>, dim3(4 * p.tokens), dim3(512), 0, l, p);
   // The stream kernel reads whole BF16 rows; splits and slices stay with the cluster kernel.
-  if (p.tokens < kBoundaryStreamTokens || p.branch_f32 || p.columns != kHidden)
+  if (p.tokens < kFfnStreamTokens || p.branch_f32 || p.columns != kHidden)
     return launch(ffn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
   return ffn_boundary_stream(p, l);
 }
