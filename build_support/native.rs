@@ -37,6 +37,8 @@ pub fn build(manifest: &Path, pieces: &Pieces) {
 
     println!("cargo:rustc-link-search=native={}", pieces.toolkit.libraries.display());
     println!("cargo:rustc-link-lib=static=cudart_static");
+    // The shared library exports the C ABI and nothing of cxx, of which a process may hold another copy.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,--exclude-libs,ALL");
     for library in ["stdc++", "dl", "rt", "pthread"] {
         println!("cargo:rustc-link-lib=dylib={library}");
     }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 #[cxx::bridge(namespace = "msl::bridge")]
 mod ffi {
     /// What the runtime says of one device.
-    #[derive(Debug, Clone, PartialEq, Eq)]
+    #[derive(Debug, Clone)]
     struct DeviceInfo {
         ordinal: i32,
         name: String,
