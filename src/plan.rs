@@ -143,7 +143,7 @@ pub struct DensePlan {
     pub k: u32,
     /// K splits, added in order by the consumer.
     pub splits: u32,
-    /// Tokens a tile of the skinny kernel (8, 16, 32, 64), or 0: the tiled kernel.
+    /// Tokens a tile of the skinny kernel (8, 16, 32, 64, 96, 128), or 0: the tiled kernel.
     pub tile_n: u32,
     /// Whether the output is FP32 (always with splits), else BF16.
     pub out_f32: bool,

