@@ -15,11 +15,10 @@
 //   * The running maximum is only a stabiliser, so it need not be the maximum. A tile's weights
 //     p = 2^(s c - m) use the m at hand ("fast"); when a sum shows that one could exceed FP16, weights,
 //     sums and O are scaled down by a power of two afterwards. No maximum is taken, and O is not
-//     touched, in all but a few tiles. That needs s c - m < 60, so that p is finite in FP32; the key
+//     touched, in all but a few tiles. That needs s c - m < 120, so that p is finite in FP32; the key
 //     norms in the tile's header and the row's query norm bound s (Cauchy-Schwarz).
 //   * Where that bound does not hold, on the first tile, and on tiles that a mask crosses, the usual
 //     online softmax runs ("exact"); rows whose keys are all masked keep m = -inf.
-//   * kPolynomial of every 8 exponentials run on the FMA pipe.
 // All of it is decided per warp (2 tokens x 8 heads) from the request's own data.
 #pragma once
 #include "../common/wgmma.cuh"
@@ -28,20 +27,10 @@
 namespace msl {
 namespace tiled {
 
-#ifndef MSL_STAGES
-#define MSL_STAGES 4
-#endif
-#ifndef MSL_POLY
-#define MSL_POLY 2
-#endif
-#ifndef MSL_ORDER
-#define MSL_ORDER 1
-#endif
-constexpr int kStages = MSL_STAGES;
-constexpr int kPolynomial = MSL_POLY;
-constexpr bool kTakeTurns = MSL_ORDER;
+constexpr int kStages = 4;
+constexpr int kWaitGroup = 10;  // of 16 groups of exponentials: where O's product is waited for
 constexpr int kThreads = 128 * (kWarpgroups + 1);
-constexpr float kFastBound = 60.f;     // fast tiles: log2 of any weight is below this
+constexpr float kFastBound = 120.f;    // fast tiles: log2 of any weight is below this
 constexpr float kSumBound = 32768.f;   // a thread's sum of weights that FP16 surely holds
 
 struct Shared {
@@ -57,21 +46,6 @@ __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// 2^x on the FMA pipe, x given as y = (x + 64) / 128 saturated to [0, 1]: x below -64 counts as -64,
-// which FP16 rounds to zero. 128 y = n + f with n an integer and |f| <= 1/2; 2^f by a polynomial of
-// degree 4 (relative error 4e-6); n goes into the exponent, the bias of 64 is in the coefficients.
-__device__ __forceinline__ float ex2_polynomial(float y) {
-  constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  constexpr float kBias = 5.421010862427522e-20f;  // 2^-64
-  float t = fmaf(y, 128.f, kMagic);
-  float f = fmaf(y, 128.f, kMagic - t);
-  float r = fmaf(f, 0.009618129107628477f * kBias, 0.05550410866482158f * kBias);
-  r = fmaf(f, r, 0.2402265069591007f * kBias);
-  r = fmaf(f, r, 0.6931471805599453f * kBias);
-  r = fmaf(f, r, 1.f * kBias);
-  return __uint_as_float(__float_as_uint(r) + (__float_as_uint(t) << 23));
 }
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -92,10 +66,11 @@ struct Rows {
 };
 
 // Online softmax of a tile, S in place to weights; the factors by which O must be multiplied are in
-// `alpha`. low and high: first and last visible column of each row (edge tiles).
+// `alpha`. low and high: first and last visible column of the
+// first row (edge tiles); the second row's are one further.
 template <bool kMask>
-__device__ __forceinline__ void softmax_exact(float (&s)[64], Rows& row, float (&alpha)[2], float c, const int (&low)[2],
-                                              const int (&high)[2], const TileHeader* header) {
+__device__ __forceinline__ void softmax_exact(float (&s)[64], Rows& row, float (&alpha)[2], float c, int low,
+                                              int high, const TileHeader* header) {
   const int column = 2 * (threadIdx.x & 3);
   if (kMask) {
     const uint32_t* visible = header->visible;
@@ -105,7 +80,7 @@ __device__ __forceinline__ void softmax_exact(float (&s)[64], Rows& row, float (
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         int k = 8 * j + column + (e & 1);
-        bool seen = k >= low[e >> 1] && k <= high[e >> 1] && ((bits >> (e & 1)) & 1);
+        bool seen = k >= low + (e >> 1) && k <= high + (e >> 1) && ((bits >> (e & 1)) & 1);
         s[4 * j + e] = seen ? s[4 * j + e] : -INFINITY;
       }
     }
@@ -132,24 +107,48 @@ __device__ __forceinline__ void softmax_exact(float (&s)[64], Rows& row, float (
   }
 }
 
-// Weights by the m at hand. Returns whether O must be multiplied by alpha (the same in a whole warp).
-__device__ __forceinline__ bool softmax_fast(float (&s)[64], Rows& row, float (&alpha)[2], float c) {
+// The FP16 A operand of P V from the accumulator layout of S: they agree. Group j: columns 8 j .. 8 j + 7.
+__device__ __forceinline__ void pack_group(const float (&s)[64], uint32_t (&w)[8][4], int j) {
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w[j >> 1][2 * (j & 1) + r]) : "f"(s[4 * j + 2 * r + 1]), "f"(s[4 * j + 2 * r]));
+}
+__device__ __forceinline__ void pack_weights(const float (&s)[64], uint32_t (&w)[8][4]) {
+#pragma unroll
+  for (int j = 0; j < 16; j++) pack_group(s, w, j);
+}
+
+// Weights by the m at hand, packed as the A operand of the next P V, whose registers are free once
+// `products_done` (wait for the current P V) has run. Returns whether O must be multiplied by alpha (the
+// same in a whole warp).
+// Sums and conversions run one group of four behind the exponentials.
+template <class Done>
+__device__ __forceinline__ bool softmax_fast(float (&s)[64], uint32_t (&weights)[8][4], Rows& row, float (&alpha)[2],
+                                             float c, Done products_done) {
   float sum[2] = {0.f, 0.f};
-  const float c128 = c * (1.f / 128);
-  float base[2], base128[2];
+  const float base[2] = {-row.m[0], -row.m[1]};
 #pragma unroll
-  for (int r = 0; r < 2; r++) base[r] = -row.m[r], base128[r] = fmaf(row.m[r], -1.f / 128, 0.5f);
+  for (int j = 0; j <= 16; j++) {
+    if (j < 16) {
 #pragma unroll
-  for (int j = 0; j < 16; j++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      float& x = s[4 * j + e];
-      const bool polynomial = kPolynomial > 0 && (j * 4 + e) % 8 < kPolynomial;
-      if (polynomial) x = ex2_polynomial(__saturatef(fmaf(x, c128, base128[e >> 1])));
-      else x = ex2(fmaf(x, c, base[e >> 1]));
-      sum[e >> 1] += x;
+      for (int e = 0; e < 4; e++) {
+        float& x = s[4 * j + e];
+        x = fmaf(x, c, base[e >> 1]);
+        asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+      }
     }
-  bool rescale = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kSumBound);
+    if (j == kWaitGroup) {
+      products_done();
+#pragma unroll
+      for (int k = 0; k < kWaitGroup - 1; k++) pack_group(s, weights, k);
+    }
+    if (j > 0) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) asm volatile("add.f32 %0, %0, %1;" : "+f"(sum[e >> 1]) : "f"(s[4 * j - 4 + e]));
+      if (j >= kWaitGroup) pack_group(s, weights, j - 1);
+    }
+  }
+  const bool rescale = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kSumBound);
   row.l[0] += sum[0];
   row.l[1] += sum[1];
   if (rescale) {
@@ -165,19 +164,9 @@ __device__ __forceinline__ bool softmax_fast(float (&s)[64], Rows& row, float (&
 #pragma unroll
       for (int j = 0; j < 16; j++) s[4 * j + 2 * r] *= alpha[r], s[4 * j + 2 * r + 1] *= alpha[r];
     }
+    pack_weights(s, weights);
   }
   return rescale;
-}
-
-// The FP16 A operand of P V from the accumulator layout of S: they agree.
-__device__ __forceinline__ void pack_weights(const float (&s)[64], uint32_t (&w)[8][4]) {
-#pragma unroll
-  for (int k = 0; k < 8; k++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      __half2 h = __floats2half2_rn(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-      w[k][i] = *reinterpret_cast<uint32_t*>(&h);
-    }
 }
 
 // What a work item is; the same in every thread of the CTA.
@@ -317,67 +306,71 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 8; i++) wgmma_rs<kHeadDim, true, true>(o, weights[i], v + 128 * i, 1);
+    for (int i = 0; i < 8; i++) {
+      wgmma_rs<kHeadDim, true, true>(o, weights[i], v + 128 * i, 1);
+    }
     wgmma_commit();
   };
-  // Softmax of tile i (in `stage`): S becomes weights. True: O must be multiplied by alpha.
-  auto softmax = [&](int i, int stage, float (&alpha)[2]) {
+  // Softmax of tile i (in `stage`): S becomes packed weights; the product that reads the earlier ones is
+  // waited for by `products_done` on the way, and O rescaled where needed.
+  auto softmax = [&](int i, int stage, auto products_done) {
     const TileHeader* header = &shared.header[stage];
     const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
     const float norm = header->max_norm[item.kv_head];
     const bool full = key0 >= full_low && key0 <= full_high && header->all_visible;
-    const int low[2] = {p.window > 0 ? position - p.window + 1 - key0 : 0, p.window > 0 ? position - p.window + 2 - key0 : 0};
-    const int high[2] = {position - key0, position + 1 - key0};
-    if (full) {
-      bool bounded = fmaf(reach[0], norm, -row.m[0]) < kFastBound && fmaf(reach[1], norm, -row.m[1]) < kFastBound;
-      if (__all_sync(~0u, bounded)) return softmax_fast(s, row, alpha, c);
-      softmax_exact<false>(s, row, alpha, c, low, high, header);
+    float alpha[2];
+    bool rescale;
+    if (full && __all_sync(~0u, fmaf(reach[0], norm, -row.m[0]) < kFastBound && fmaf(reach[1], norm, -row.m[1]) < kFastBound)) {
+      rescale = softmax_fast(s, weights, row, alpha, c, products_done);
     } else {
-      softmax_exact<true>(s, row, alpha, c, low, high, header);
+      const int low = p.window > 0 ? position - p.window + 1 - key0 : -1;
+      if (full) softmax_exact<false>(s, row, alpha, c, 0, 0, header);
+      else softmax_exact<true>(s, row, alpha, c, low, position - key0, header);
+      products_done();
+      pack_weights(s, weights);
+      rescale = __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f);
     }
-    return static_cast<bool>(__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f));
+    if (rescale) {
+#pragma unroll
+      for (int j = 0; j < 32; j++) o[j] *= alpha[(j >> 1) & 1];
+    }
   };
   auto take_turn = [&] {
-    if (kTakeTurns && active > 1) named_barrier(1 + group, 256);
+    if (active > 1) named_barrier(1 + group, 256);
   };
   auto pass_turn = [&](bool last) {
-    if (kTakeTurns && active > 1 && !(last && group == active - 1))
+    if (active > 1 && !(last && group == active - 1))
       arrive_barrier(1 + (group + 1 == active ? 0 : group + 1), 256);
   };
 
   if (tiles > 0) {
-    float alpha[2];
-    if (kTakeTurns && active > 1 && group == active - 1) arrive_barrier(1, 256);
+    if (active > 1 && group == active - 1) arrive_barrier(1, 256);
     take_turn();
     mbar_wait(&shared.k_full[0], 0);
     products_s(0);
+    if (tiles > 1) mbar_wait(&shared.k_full[1], 0);
     pass_turn(tiles == 1);
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    softmax(0, 0, alpha);
-    pack_weights(s, weights);
+    softmax(0, 0, [] {});
     int stage = 0, phase = 0;
 #pragma unroll 1
     for (int i = 1; i < tiles; i++) {
       const int before = stage, phase_before = phase;
       if (++stage == kStages) stage = 0, phase ^= 1;
-      mbar_wait(&shared.k_full[stage], phase);
       take_turn();
-      products_s(stage);
+      products_s(stage);  // its tile is known to be there
       mbar_wait(&shared.v_full[before], phase_before);
       products_o(before);
       pass_turn(i == tiles - 1);
       wgmma_wait<1>();
       wgmma_fence_operand(s);
-      const bool rescale = softmax(i, stage, alpha);
-      wgmma_wait<0>();
-      wgmma_fence_operand(o);
-      if (lane == 0) mbar_arrive(&shared.empty[before]);
-      if (rescale) {
-#pragma unroll
-        for (int j = 0; j < 32; j++) o[j] *= alpha[(j >> 1) & 1];
-      }
-      pack_weights(s, weights);
+      softmax(i, stage, [&] {
+        if (i + 1 < tiles) mbar_wait(&shared.k_full[stage + 1 == kStages ? 0 : stage + 1], stage + 1 == kStages ? phase ^ 1 : phase);
+        wgmma_wait<0>();
+        wgmma_fence_operand(o);
+        if (lane == 0) mbar_arrive(&shared.empty[before]);
+      });
     }
     mbar_wait(&shared.v_full[stage], phase);
     products_o(stage);

@@ -15,13 +15,10 @@
 namespace msl {
 namespace tiled {
 
-#ifndef MSL_WG
-#define MSL_WG 3
-#endif
 constexpr int kKeys = 128;                          // keys of a tile
 constexpr int kTileBytes = kKeys * kHeadDim * 2;    // K or V of one tile and KV head, FP16
 constexpr int kImageBytes = 2 * kTileBytes;
-constexpr int kWarpgroups = MSL_WG;                      // consumers: 64 rows each
+constexpr int kWarpgroups = 3;                      // consumers: 64 rows each
 constexpr int kRows = 64 * kWarpgroups;             // (token, head) rows of a query tile
 constexpr int kTokens = kRows / kGroup;             // 24 tokens x 8 heads of one KV head
 constexpr int kMaxSplits = 16;
