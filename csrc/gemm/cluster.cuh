@@ -1,4 +1,4 @@
-// What the projection kernels need of thread block clusters and of the L2, one instruction each.
+// What the projection kernels need of thread block clusters, tensor stores and the L2, one instruction each.
 #pragma once
 #include "../common/ptx.cuh"
 
@@ -27,6 +27,20 @@ __device__ __forceinline__ void bulk_load_multicast(void* dst, const void* src, 
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
       " [%0], [%1], %2, [%3], %4, %5;" ::"r"(smem_u32(dst)), "l"(src), "r"(bytes), "r"(smem_u32(bar)), "h"(mask),
       "l"(policy) : "memory");
+}
+// 2-D tensor store, shared -> global memory, in this thread's bulk group; rows past the matrix are dropped.
+__device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void* src, int32_t x, int32_t y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(smem_u32(src)), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// This thread's bulk stores have read their source; or are complete.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Four 8 x 8 matrices of 16-bit elements from their fragments; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(void* row, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_u32(row)), "r"(v[0]),
+               "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 // Brings a run of global memory to L2.
 __device__ __forceinline__ void bulk_prefetch_l2(const void* src, uint32_t bytes) {

@@ -32,37 +32,34 @@ int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger, int l
 
 template <class C>
 int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
-  if (p.rows % (C::kRows * C::kCN)) return kInvalid;
+  if (p.rows % C::kRows) return kInvalid;
   CUtensorMap map;
-  if (int e = bf16_rows_map(&map, p.x, int64_t(p.k) * p.planes, p.tokens, p.x_stride, C::kTokens / C::kCN)) return e;
+  if (int e = bf16_rows_map(&map, p.x, int64_t(p.k) * p.planes, p.tokens, p.x_stride, C::kTokens)) return e;
+  CUtensorMap out_map = map;
+  if (C::kStaged) {
+    if (p.splits > 1 || p.out_f32) return kInvalid;
+    if (int e = bf16_rows_map(&out_map, p.out, p.rows, p.tokens, p.out_stride, 64)) return e;
+  }
   const int token_clusters = (p.tokens + C::kTokens * C::kCM - 1) / (C::kTokens * C::kCM);
-  const int row_clusters = p.rows / (C::kRows * C::kCN);
+  const int row_tiles = p.rows / C::kRows;
   const TiledArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.planes, p.splits,
-                    token_clusters, row_clusters, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
-  const int64_t items = int64_t(p.splits) * token_clusters * row_clusters;
-  const int clusters = static_cast<int>(std::min<int64_t>(items, l.sm_count / C::kCluster));
-  return launch(tiled_kernel<C>, dim3(clusters * C::kCluster), dim3(C::kThreads), C::kShared, l, map, a);
+                    token_clusters, row_tiles, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
+  const int64_t items = int64_t(p.splits) * token_clusters * row_tiles;
+  const int clusters = static_cast<int>(std::min<int64_t>(items, l.sm_count / C::kCM));
+  return launch(tiled_kernel<C>, dim3(clusters * C::kCM), dim3(C::kThreads), C::kShared, l, map, out_map, a);
 }
 
 // Calls f(config) for the instance of a shape; the list is that of kTiledShapes.
 template <class F>
 int with_tiled(const TiledShape& s, F f) {
-  if (s.cm == 1 && s.cn == 1) switch (s.r) {
-    case 1: return f(TiledConfig<1, 1, 1>{});
-    case 2: return f(TiledConfig<2, 1, 1>{});
-    case 3: return f(TiledConfig<3, 1, 1>{});
-    case 4: return f(TiledConfig<4, 1, 1>{});
-  }
-  if (s.cn == 2) switch (s.r) {
-    case 1: return f(TiledConfig<1, 1, 2>{});
-    case 2: return f(TiledConfig<2, 1, 2>{});
-    case 4: return f(TiledConfig<4, 1, 2>{});
-  }
-  if (s.cm == 2) switch (s.r) {
-    case 1: return f(TiledConfig<1, 2, 1>{});
-    case 2: return f(TiledConfig<2, 2, 1>{});
-    case 3: return f(TiledConfig<3, 2, 1>{});
-    case 4: return f(TiledConfig<4, 2, 1>{});
+  if (s.staged) return f(TiledConfig<4, 1, true>{});
+  switch (s.r * 10 + s.cm) {
+    case 11: return f(TiledConfig<1, 1>{});
+    case 21: return f(TiledConfig<2, 1>{});
+    case 31: return f(TiledConfig<3, 1>{});
+    case 41: return f(TiledConfig<4, 1>{});
+    case 22: return f(TiledConfig<2, 2>{});
+    case 42: return f(TiledConfig<4, 2>{});
   }
   return kInvalid;
 }
@@ -70,11 +67,12 @@ int with_tiled(const TiledShape& s, F f) {
 template <class F>
 int with_skinny(int tile_n, F f) {
   switch (tile_n) {
-    case 8: return f(SkinnyConfig<8, 1, 11, 11>{});
-    case 16: return f(SkinnyConfig<16, 1, 10, 8>{});
-    case 32: return f(SkinnyConfig<32, 1, 10, 5>{});
-    case 64: return f(SkinnyConfig<64, 1, 9, 4>{});
-    case 128: return f(SkinnyConfig<128, 2, 4, 3>{});
+    case 8: return f(SkinnyConfig<8, 1, 12, 12>{});
+    case 16: return f(SkinnyConfig<16, 1, 11, 11>{});
+    case 32: return f(SkinnyConfig<32, 1, 8, 8>{});
+    case 64: return f(SkinnyConfig<64, 1, 6, 6>{});
+    case 96: return f(SkinnyConfig<96, 1, 5, 5>{});
+    case 128: return f(SkinnyConfig<128, 1, 4, 4>{});
   }
   return kInvalid;
 }
@@ -85,7 +83,7 @@ int dense(const DenseParams& p, const Launch& l, int late_trigger) {
   if (p.tile_n != 0)
     return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger, 0, 0); });
   const int steps = p.k / kTileK * (p.planes == 3 ? kPlaneProducts : 1);
-  return with_tiled(choose_tiled(p.tokens, p.rows, steps, p.splits, l.sm_count),
+  return with_tiled(choose_tiled(p.tokens, p.rows, steps, p.splits, p.splits > 1 || p.out_f32, l.sm_count),
                     [&](auto c) { return launch_tiled<decltype(c)>(p, l, late_trigger); });
 }
 
@@ -113,7 +111,7 @@ int pack_router(const PackRouterParams& p, const Launch& l) {
 
 int prepare_dense() {
   if (!encode_tiled()) return static_cast<int>(cudaErrorInitializationError);
-  for (int n : {8, 16, 32, 64, 128})
+  for (int n : {8, 16, 32, 64, 96, 128})
     if (int e = with_skinny(n, [](auto c) { return prepare_kernel(skinny_kernel<decltype(c)>, decltype(c)::kShared); })) return e;
   for (const TiledShape& s : kTiledShapes)
     if (int e = with_tiled(s, [](auto c) { return prepare_kernel(tiled_kernel<decltype(c)>, decltype(c)::kShared); })) return e;

@@ -1,22 +1,28 @@
 // The tiled projection: many tokens. Bound by the tensor cores from a few hundred tokens, by the weights'
 // bytes below.
 //
-// A CTA tile is 128 tokens x kRows weight rows (kRows = 64 * kR consecutive m-tiles); tokens stand on M, weights on N. Two
+// A CTA tile is 128 tokens x kRows weight rows (kRows = kR consecutive m-tiles of 64); tokens stand on M, weights on N. Two
 // consumer warpgroups own 64 tokens each and all rows: wgmma m64n(kRows)k16, the widest instruction, which
 // re-reads the least shared memory. A persistent grid walks (split, tile) items; tiles are ordered so that the CTAs at
 // work at one time share few token tiles and few row tiles in L2 (tile_of).
 //
-// Clusters: kCM CTAs that share a row tile each load 1 / kCM of its weights and multicast it to the others;
-// kCN CTAs that share a token tile do so with tokens. At 128 x 256 a CTA alone would ask L2 for 48 bytes a
-// clock, more than L2 gives all SMs; a pair asks for 32.
+// A cluster of kCM = 2 CTAs takes two token tiles of one row tile; each loads half of the weights and multicasts it to both.
+// It is for a few token tiles, where L2 traffic bounds (heuristics.h); the mainloop of a full grid runs at the tensor
+// cores' rate without it.
 //
-// Pipeline: a ring of stages of one k tile each: tokens 16 KB by TMA (rows past T arrive as zeros), weights kR x 8 KB by bulk
-// copies. One producer thread; its warpgroup gives its registers to the consumers (setmaxnreg).
+// Pipeline: a ring of stages of one k tile each: tokens 16 KB by TMA (rows past T arrive as zeros), weights
+// kR x 8 KB by bulk copies. One producer thread; its warpgroup gives its registers to the consumers (setmaxnreg).
 // A stage's `empty` barrier counts the consumer warps of every CTA of the cluster, because its producer writes
 // to all of them. The first ring-full of weights is issued before the wait on the predecessor.
 //
-// Shared memory: the ring, up to 4 x 48 KB at 256 rows: one CTA an SM.
-// Output: from registers, FP32 as full 32-byte sectors, BF16 after a 4 x 4 transposition inside each quad (64 contiguous bytes a quad).
+// Output: L2 takes all CTAs' tiles at some 18 bytes a clock and SM, so writing one takes 3500 (BF16) to 7500
+// (FP32) clocks, beside the 16 to 131 thousand of its mainloop (k of 1024 to 8192). Two forms:
+//   direct (either type): from registers, FP32 in full 32-byte sectors, BF16 after a 4 x 4 transposition in each
+//     quad (64 contiguous bytes a quad); leaves shared memory to the ring;
+//   staged (kStaged; BF16): through a swizzled staging of 64 KB and tensor stores, which drain while the warpgroup
+//     goes on with its next tile; for many tiles a CTA.
+//
+// Shared memory: the ring and the staging; at 256 rows 4 stages of 48 KB, or 3 and the staging. One CTA an SM.
 #pragma once
 #include "../common/wgmma.cuh"
 #include "cluster.cuh"
@@ -32,21 +38,25 @@ struct TiledArgs {
   int32_t planes;          // 1 or 3
   int32_t splits;
   int32_t token_clusters;  // cluster tiles along the tokens: ceil(T / (128 kCM))
-  int32_t row_clusters;    // cluster tiles along the rows: rows / (kRows kCN)
+  int32_t row_tiles;    // row tiles: rows / kRows
   int32_t token_group;     // cluster tiles along the tokens walked together
   int32_t bf16;
   int32_t late_trigger;
 };
 
-template <int kR_, int kCM_, int kCN_>
+template <int kR_, int kCM_, bool kStaged_ = false>
 struct TiledConfig {
-  static constexpr int kR = kR_, kCM = kCM_, kCN = kCN_;
-  static constexpr int kRows = kR * kTileRows, kTokens = 128, kCluster = kCM * kCN;
+  static constexpr int kR = kR_, kCM = kCM_;
+  static constexpr bool kStaged = kStaged_;
+  static constexpr int kRows = kR * kTileRows, kTokens = 128;
   static constexpr int kTokenBytes = kTokens * kTileK * 2;
   static constexpr int kStageBytes = kTokenBytes + kR * kTileBytes;
-  static constexpr int kStages = (208 * 1024) / kStageBytes > 8 ? 8 : (208 * 1024) / kStageBytes;
+  static constexpr int kStagingBytes = kStaged ? kTokens * kRows * 2 : 0;
+  static constexpr int kFit = (226 * 1024 - kStagingBytes) / kStageBytes;
+  static constexpr int kStages = kFit > 8 ? 8 : kFit;
   static constexpr int kThreads = 384;
-  static constexpr size_t kShared = size_t(kStages) * kStageBytes + 1024;
+  static constexpr size_t kShared = size_t(kStages) * kStageBytes + kStagingBytes + 2 * kStages * 8;
+  static_assert(kStages >= 3);
 };
 
 struct TiledWork {
@@ -56,36 +66,37 @@ struct TiledWork {
 
 template <class C>
 __device__ __forceinline__ TiledWork tile_of(const TiledArgs& a, int item, int rank) {
-  const int tiles = a.token_clusters * a.row_clusters;
+  const int tiles = a.token_clusters * a.row_tiles;
   TiledWork w;
   w.split = item / tiles;
   int tile = item - w.split * tiles;
-  const int group_tiles = a.token_group * a.row_clusters;
+  const int group_tiles = a.token_group * a.row_tiles;
   const int group = tile / group_tiles;
   tile -= group * group_tiles;
   const int width = min(a.token_group, a.token_clusters - group * a.token_group);
-  w.token = ((group * a.token_group + tile % width) * C::kCM + rank % C::kCM) * C::kTokens;
-  w.row_tile = ((tile / width) * C::kCN + rank / C::kCM) * C::kR;
+  w.token = ((group * a.token_group + tile % width) * C::kCM + rank) * C::kTokens;
+  w.row_tile = tile / width * C::kR;
   w.k_begin = split_begin(w.split, a.splits, a.k_tiles);
   w.k_end = split_begin(w.split + 1, a.splits, a.k_tiles);
   return w;
 }
 
 template <class C>
-__global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThreads, 1)
-    tiled_kernel(const __grid_constant__ CUtensorMap token_map, const TiledArgs a) {
-  constexpr int kR = C::kR, kRows = C::kRows, kStages = C::kStages, kCluster = C::kCluster;
+__global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
+    tiled_kernel(const __grid_constant__ CUtensorMap token_map, const __grid_constant__ CUtensorMap out_map,
+                 const TiledArgs a) {
+  constexpr int kR = C::kR, kRows = C::kRows, kStages = C::kStages, kCluster = C::kCM;
   if (!a.late_trigger) pdl_launch();
 
-  extern __shared__ uint8_t shared_raw[];
-  __shared__ uint64_t full[kStages], empty[kStages];
-  uint8_t* ring = shared_raw + ((1024 - (smem_u32(shared_raw) & 1023)) & 1023);
+  extern __shared__ __align__(1024) uint8_t ring[];
+  uint8_t* staging = ring + kStages * C::kStageBytes;
+  uint64_t* full = reinterpret_cast<uint64_t*>(staging + C::kStagingBytes);
+  uint64_t* empty = full + kStages;
   auto tokens_of = [&](int stage) { return ring + stage * C::kStageBytes; };
   auto weights_of = [&](int stage) { return ring + stage * C::kStageBytes + C::kTokenBytes; };
 
   const int rank = kCluster == 1 ? 0 : cluster_rank();
-  const int cm = rank % C::kCM, cn = rank / C::kCM;
-  const int items = a.splits * a.token_clusters * a.row_clusters;
+  const int items = a.splits * a.token_clusters * a.row_tiles;
   const int first = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
   const int products = a.planes == 3 ? kPlaneProducts : 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -96,31 +107,21 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThread
     const int plane = a.planes == 3 ? weight_plane(i % kPlaneProducts) : 0;
     mbar_expect_tx(&full[stage], C::kStageBytes);
     constexpr int kPart = kTileBytes / C::kCM;
-    const uint16_t mask = ((1 << C::kCM) - 1) << (cn * C::kCM);
-    const uint8_t* src = a.weight + (int64_t(w.row_tile) * a.k_tiles * a.planes + plane * a.k_tiles + k) * kTileBytes + cm * kPart;
-    uint8_t* dst = weights_of(stage) + cm * kPart;
+    const uint8_t* src = a.weight + (int64_t(w.row_tile) * a.k_tiles * a.planes + plane * a.k_tiles + k) * kTileBytes + rank * kPart;
+    uint8_t* dst = weights_of(stage) + rank * kPart;
 #pragma unroll
     for (int r = 0; r < kR; r++, src += int64_t(a.k_tiles) * a.planes * kTileBytes, dst += kTileBytes) {
       if constexpr (C::kCM == 1)
         bulk_load(dst, src, kPart, &full[stage], kEvictNormal);
       else
-        bulk_load_multicast(dst, src, kPart, &full[stage], mask);
+        bulk_load_multicast(dst, src, kPart, &full[stage], (1 << C::kCM) - 1);
     }
   };
   auto load_tokens = [&](const TiledWork& w, int i, int stage) {
     const int k = w.k_begin + (a.planes == 3 ? i / kPlaneProducts : i);
     const int plane = a.planes == 3 ? token_plane(i % kPlaneProducts) : 0;
     const int x = (plane * a.k_tiles + k) * kTileK;
-    if constexpr (C::kCN == 1) {
-      tma_load_2d(tokens_of(stage), &token_map, x, w.token, &full[stage]);
-    } else {
-      constexpr int kPartRows = C::kTokens / C::kCN;
-      uint16_t mask = 0;
-#pragma unroll
-      for (int i = 0; i < C::kCN; i++) mask |= 1 << (cm + i * C::kCM);
-      tma_load_2d_multicast(tokens_of(stage) + cn * kPartRows * 128, &token_map, x, w.token + cn * kPartRows,
-                            &full[stage], mask);
-    }
+    tma_load_2d(tokens_of(stage), &token_map, x, w.token, &full[stage]);
   };
 
   const bool is_producer = threadIdx.x == 0;
@@ -213,38 +214,68 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThread
       if (steps > 0) release(previous);
 
       // acc[4 j + 2 h + e]: token 16 w + g + 8 h, weight row 8 j + 2 c + e.
-      const int token = w.token + 64 * group + 16 * (warp % 4) + g;
-      const int64_t column = int64_t(w.row_tile) * kTileRows;
+      const int column = w.row_tile * kTileRows;
+      if constexpr (C::kStaged) {
+        // This warpgroup's staging: blocks of 64 columns, each 64 tokens x 128 swizzled bytes. Lane l gives
+        // stmatrix token l % 16 of columns 8 (j + l / 16).
+        uint8_t* mine = staging + group * (C::kStagingBytes / 2);
+        const bool issuer = threadIdx.x % 128 == 0;
+        if (issuer) bulk_wait_read();
+        named_barrier(1 + group, 128);
+        const int r = 16 * (warp % 4) + lane % 16;
+        uint8_t* p = mine + r * 128;
+        const int chunk = (lane / 16) ^ (r & 7);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int t = token + 8 * h;
-        const bool valid = t < a.tokens;
-        if (!a.bf16) {
-          float* out = static_cast<float*>(a.out) + (int64_t(w.split) * a.tokens + t) * a.out_stride + column + 2 * c;
+        for (int j = 0; j < kRows / 8; j += 2) {
+          uint32_t v[4];
 #pragma unroll
-          for (int j = 0; j < kRows / 8; j++)
-            if (valid) *reinterpret_cast<float2*>(out + 8 * j) = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
-        } else {
-          __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + int64_t(t) * a.out_stride + column + 8 * c;
+          for (int i = 0; i < 4; i++) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+            v[i] = *reinterpret_cast<const uint32_t*>(&pair);
+          }
+          store_matrix_x4(p + (j / 8) * kTileBytes + ((chunk ^ (j % 8)) << 4), v);
+        }
+        fence_proxy_async();
+        named_barrier(1 + group, 128);
+        if (issuer) {
 #pragma unroll
-          for (int j = 0; j < kRows / 8; j += 4) {
-            uint32_t v[4];
+          for (int b = 0; b < kR; b++)
+            tma_store_2d(&out_map, mine + b * kTileBytes, column + b * 64, w.token + 64 * group);
+          bulk_commit();
+        }
+      } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-              const __nv_bfloat162 p = __floats2bfloat162_rn(acc[4 * (j + i) + 2 * h], acc[4 * (j + i) + 2 * h + 1]);
-              v[i] = *reinterpret_cast<const uint32_t*>(&p);
+        for (int h = 0; h < 2; h++) {
+          const int t = w.token + 64 * group + 16 * (warp % 4) + g + 8 * h;
+          const bool valid = t < a.tokens;
+          if (!a.bf16) {
+            float* out = static_cast<float*>(a.out) + (int64_t(w.split) * a.tokens + t) * a.out_stride + column + 2 * c;
+#pragma unroll
+            for (int j = 0; j < kRows / 8; j++)
+              if (valid) *reinterpret_cast<float2*>(out + 8 * j) = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
+          } else {
+            __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + int64_t(t) * a.out_stride + column + 8 * c;
+#pragma unroll
+            for (int j = 0; j < kRows / 8; j += 4) {
+              uint32_t v[4];
+#pragma unroll
+              for (int i = 0; i < 4; i++) {
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[4 * (j + i) + 2 * h], acc[4 * (j + i) + 2 * h + 1]);
+                v[i] = *reinterpret_cast<const uint32_t*>(&pair);
+              }
+              // Lane c of the quad ends with the eight columns of tile j + c.
+              const bool o1 = c & 1, o2 = c & 2;
+              uint32_t s = __shfl_xor_sync(~0u, o1 ? v[0] : v[1], 1), u = __shfl_xor_sync(~0u, o1 ? v[2] : v[3], 1);
+              if (o1) v[0] = s, v[2] = u; else v[1] = s, v[3] = u;
+              s = __shfl_xor_sync(~0u, o2 ? v[0] : v[2], 2), u = __shfl_xor_sync(~0u, o2 ? v[1] : v[3], 2);
+              if (o2) v[0] = s, v[1] = u; else v[2] = s, v[3] = u;
+              if (valid) *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(v[0], v[1], v[2], v[3]);
             }
-            // 4 x 4 transposition in the quad: lane c ends with the eight columns of tile j + c.
-            const bool o1 = c & 1, o2 = c & 2;
-            uint32_t s = __shfl_xor_sync(~0u, o1 ? v[0] : v[1], 1), u = __shfl_xor_sync(~0u, o1 ? v[2] : v[3], 1);
-            if (o1) v[0] = s, v[2] = u; else v[1] = s, v[3] = u;
-            s = __shfl_xor_sync(~0u, o2 ? v[0] : v[2], 2), u = __shfl_xor_sync(~0u, o2 ? v[1] : v[3], 2);
-            if (o2) v[0] = s, v[1] = u; else v[2] = s, v[3] = u;
-            if (valid) *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(v[0], v[1], v[2], v[3]);
           }
         }
       }
     }
+    if (C::kStaged && threadIdx.x % 128 == 0) bulk_wait();
   }
 }
 
