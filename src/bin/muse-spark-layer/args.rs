@@ -1,0 +1,160 @@
+//! The command line's arguments.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use muse_spark_layer::synthetic::{Dist, Spread, StepSpec};
+use muse_spark_layer::{LayerConfig, LayerKind, PlanKey, QueryPrecision};
+
+/// One Muse Spark Open decoder layer, on a Hopper GPU or on the CPU.
+#[derive(Parser)]
+#[command(version, about, max_term_width = 100)]
+pub struct Cli {
+    /// Log what the library does, to stderr.
+    #[arg(long, short, global = true)]
+    pub verbose: bool,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Run one step on synthetic weights and inputs and say what came out.
+    Run(RunArgs),
+    /// Compare the CUDA backend with the CPU reference, tap by tap, over the case matrix.
+    Check(CheckArgs),
+    /// Print what a step launches and the workspace it needs. Needs no GPU.
+    Plan(PlanArgs),
+    /// Say what this build and this machine offer.
+    Env(EnvArgs),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendChoice {
+    /// CUDA where there is a Hopper GPU, else the CPU.
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Dims {
+    /// The released model on one rank of TP8/EP8.
+    Full,
+    /// Small dimensions, CPU only.
+    Small,
+}
+
+impl Dims {
+    pub fn config(self) -> LayerConfig {
+        match self {
+            Dims::Full => LayerConfig::muse_spark_tp8(),
+            Dims::Small => LayerConfig::small(),
+        }
+    }
+}
+
+/// The shape of a step.
+#[derive(Args, Clone, Debug)]
+pub struct StepArgs {
+    /// Requests.
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// Cached tokens of each request before the step.
+    #[arg(long, default_value_t = 8192)]
+    pub ctx: usize,
+    /// New tokens of each request: 1 decode, 8 a verify block, more a prefill chunk.
+    #[arg(long, default_value_t = 1)]
+    pub q_len: usize,
+    /// full or sliding.
+    #[arg(long, default_value = "full")]
+    pub kind: LayerKind,
+    /// Tokens a cache page holds: a power of two from 1 to 256.
+    #[arg(long, default_value_t = 1)]
+    pub page: usize,
+    /// What queries are rounded to: fp16 or e4m3 (CPU: also fp32, bf16).
+    #[arg(long, default_value = "fp16")]
+    pub query: QueryPrecision,
+}
+
+impl StepArgs {
+    pub fn spec(&self, local_start: i32) -> StepSpec {
+        StepSpec {
+            page_size: self.page,
+            local_start,
+            spread: Spread::Fixed,
+            dist: Dist::Normal,
+            ..StepSpec::new(self.batch, self.q_len, self.ctx, self.kind)
+        }
+    }
+
+    pub fn key(&self) -> PlanKey {
+        let width = (self.ctx + self.q_len).div_ceil(self.page.max(1));
+        PlanKey {
+            page_size: self.page as u32,
+            kind: self.kind,
+            query: self.query,
+            ..PlanKey::block(self.batch as u32, self.q_len as u32, width as u32)
+        }
+    }
+}
+
+#[derive(Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub step: StepArgs,
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: BackendChoice,
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    pub device: i32,
+    #[arg(long, value_enum, default_value = "full")]
+    pub dims: Dims,
+    /// Seed of weights and inputs.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// First expert of this rank; by default the 32 that the step's routes hit most.
+    #[arg(long)]
+    pub local_start: Option<i32>,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct CheckArgs {
+    /// Only cases whose name contains this.
+    #[arg(long, default_value = "")]
+    pub only: String,
+    /// Also the long prefill cases, whose reference takes minutes.
+    #[arg(long)]
+    pub long: bool,
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    pub device: i32,
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// List the cases and stop.
+    #[arg(long)]
+    pub list: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub step: StepArgs,
+    /// Multiprocessors to plan for.
+    #[arg(long, default_value_t = 132)]
+    pub sms: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct EnvArgs {
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
