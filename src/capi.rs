@@ -269,7 +269,7 @@ unsafe fn named(t: &MslTensor) -> Result<(String, DeviceTensor)> {
 }
 
 /// # Safety
-/// `options` as [`take`]; `weights` points to `count` tensors; `layer` may be written.
+/// `options` is as large as its first field says; `weights` points to `count` tensors; `layer` may be written.
 #[no_mangle]
 pub unsafe extern "C" fn msl_layer_create(
     options: *const MslLayerOptions,
@@ -323,7 +323,7 @@ unsafe fn destroy<T>(ptr: *mut T) {
 }
 
 /// # Safety
-/// `layer` is a live handle; `options` as [`take`]; `plan` may be written.
+/// `layer` is a live handle; `options` is as large as its first field says; `plan` may be written.
 #[no_mangle]
 pub unsafe extern "C" fn msl_plan_create(
     layer: *const MslLayer,
@@ -523,7 +523,7 @@ impl Views<'_> {
 /// What the four calls share: handles and step checked, then the call.
 ///
 /// # Safety
-/// The handles are live, `workspace` is used by no other call at the same time, `step` as [`take`], its
+/// The handles are live, `workspace` is used by no other call at the same time, `step` is as large as its first field says, its
 /// pointers and the stream as the header says.
 unsafe fn stepped(
     layer: *const MslLayer,
@@ -546,7 +546,8 @@ unsafe fn stepped(
 }
 
 /// # Safety
-/// As [`stepped`].
+/// The handles are live, no other call uses `workspace` at the same time, and `step`, its pointers and the
+/// stream are as the header says.
 #[no_mangle]
 pub unsafe extern "C" fn msl_forward(
     layer: *const MslLayer,
@@ -576,7 +577,8 @@ pub unsafe extern "C" fn msl_forward(
 }
 
 /// # Safety
-/// As [`stepped`].
+/// The handles are live, no other call uses `workspace` at the same time, and `step`, its pointers and the
+/// stream are as the header says.
 #[no_mangle]
 pub unsafe extern "C" fn msl_attention_block(
     layer: *const MslLayer,
@@ -595,7 +597,8 @@ pub unsafe extern "C" fn msl_attention_block(
 }
 
 /// # Safety
-/// As [`stepped`].
+/// The handles are live, no other call uses `workspace` at the same time, and `step`, its pointers and the
+/// stream are as the header says.
 #[no_mangle]
 pub unsafe extern "C" fn msl_moe_block(
     layer: *const MslLayer,
@@ -624,7 +627,8 @@ pub unsafe extern "C" fn msl_moe_block(
 }
 
 /// # Safety
-/// As [`stepped`].
+/// The handles are live, no other call uses `workspace` at the same time, and `step`, its pointers and the
+/// stream are as the header says.
 #[no_mangle]
 pub unsafe extern "C" fn msl_final_block(
     layer: *const MslLayer,

@@ -210,7 +210,7 @@ impl DecoderLayer {
         })
     }
 
-    /// Segment 1: `attn_out` BF16 [T, 8192], this rank's partial; the cache gets the step's entries.
+    /// Segment 1: `attn_out` BF16 `[T, 8192]`, this rank's partial; the cache gets the step's entries.
     pub fn attention_block(
         &self,
         plan: &Plan,
@@ -226,7 +226,7 @@ impl DecoderLayer {
         })
     }
 
-    /// Segment 2: boundary, routing and experts; `moe_mix` BF16 [T, 4096] is this rank's partial.
+    /// Segment 2: boundary, routing and experts; `moe_mix` BF16 `[T, 4096]` is this rank's partial.
     pub fn moe_block(
         &self,
         plan: &Plan,

@@ -12,21 +12,21 @@ use crate::tensor::{DType, DeviceTensor};
 /// Inputs of the attention block.
 #[derive(Clone, Debug)]
 pub struct AttentionInput {
-    /// BF16 [T, 8192]: the stream after the previous layer's norm.
+    /// BF16 `[T, 8192]`: the stream after the previous layer's norm.
     pub attn_input: DeviceTensor,
-    /// i64 [T]: for RoPE only.
+    /// i64 `[T]`: for RoPE only.
     pub positions: DeviceTensor,
-    /// i64 [T]: flat cache row of each new token; below 0: not stored.
+    /// i64 `[T]`: flat cache row of each new token; below 0: not stored.
     pub cache_loc: DeviceTensor,
-    /// i32 [B + 1]: the only truth on query lengths.
+    /// i32 `[B + 1]`: the only truth on query lengths.
     pub cu_seqlens_q: DeviceTensor,
-    /// i32 [B]: lengths, new tokens included.
+    /// i32 `[B]`: lengths, new tokens included.
     pub cache_seqlens: DeviceTensor,
-    /// i32 [B, table_width], any row stride.
+    /// i32 `[B, table_width]`, any row stride.
     pub page_table: DeviceTensor,
-    /// f32 [1].
+    /// f32 `[1]`.
     pub k_scale: DeviceTensor,
-    /// f32 [1].
+    /// f32 `[1]`.
     pub v_scale: DeviceTensor,
     /// Read, and written at the step's own rows.
     pub cache: PagedKvCache,
@@ -35,42 +35,42 @@ pub struct AttentionInput {
 /// Inputs of the boundary and the MoE block.
 #[derive(Clone, Debug)]
 pub struct MoeInput {
-    /// FP32 [T, 8192]: the residual stream.
+    /// FP32 `[T, 8192]`: the residual stream.
     pub stream: DeviceTensor,
-    /// BF16 [T, 8192]: `attn_out`, summed over the ranks.
+    /// BF16 `[T, 8192]`: `attn_out`, summed over the ranks.
     pub attn_out: DeviceTensor,
-    /// i32 [1]: the first expert of this rank.
+    /// i32 `[1]`: the first expert of this rank.
     pub local_start: DeviceTensor,
-    /// i32 [1]: tokens from this one on are padding and take no route here.
+    /// i32 `[1]`: tokens from this one on are padding and take no route here.
     pub num_tokens_non_padded: Option<DeviceTensor>,
 }
 
 /// Outputs of the boundary and the MoE block.
 #[derive(Clone, Debug)]
 pub struct MoeOutput {
-    /// FP32 [T, 8192].
+    /// FP32 `[T, 8192]`.
     pub stream_after_attn: DeviceTensor,
-    /// i32 [T, 8], by descending biased score.
+    /// i32 `[T, 8]`, by descending biased score.
     pub topk_ids: DeviceTensor,
-    /// BF16 [T, 4096]: this rank's partial.
+    /// BF16 `[T, 4096]`: this rank's partial.
     pub moe_mix: DeviceTensor,
 }
 
 /// Inputs of the unpooler and the final boundary.
 #[derive(Clone, Debug)]
 pub struct FinalInput {
-    /// FP32 [T, 8192].
+    /// FP32 `[T, 8192]`.
     pub stream_after_attn: DeviceTensor,
-    /// BF16 [T, 4096], summed over the ranks.
+    /// BF16 `[T, 4096]`, summed over the ranks.
     pub moe_mix: DeviceTensor,
 }
 
 /// Outputs of the unpooler and the final boundary.
 #[derive(Clone, Debug)]
 pub struct FinalOutput {
-    /// BF16 [T, 8192]: the next layer's attention input; `None` only without a next layer's norm.
+    /// BF16 `[T, 8192]`: the next layer's attention input; `None` only without a next layer's norm.
     pub hidden: Option<DeviceTensor>,
-    /// FP32 [T, 8192].
+    /// FP32 `[T, 8192]`.
     pub stream: DeviceTensor,
 }
 
@@ -78,22 +78,22 @@ pub struct FinalOutput {
 #[derive(Clone, Debug)]
 pub struct DeviceInput {
     pub attention: AttentionInput,
-    /// FP32 [T, 8192]: the residual stream.
+    /// FP32 `[T, 8192]`: the residual stream.
     pub stream: DeviceTensor,
-    /// i32 [1]: the first expert of this rank.
+    /// i32 `[1]`: the first expert of this rank.
     pub local_start: DeviceTensor,
-    /// i32 [1] or absent.
+    /// i32 `[1]` or absent.
     pub num_tokens_non_padded: Option<DeviceTensor>,
 }
 
 /// A whole step's outputs.
 #[derive(Clone, Debug)]
 pub struct DeviceOutput {
-    /// BF16 [T, 8192]; `None` only without a next layer's norm.
+    /// BF16 `[T, 8192]`; `None` only without a next layer's norm.
     pub hidden: Option<DeviceTensor>,
-    /// FP32 [T, 8192].
+    /// FP32 `[T, 8192]`.
     pub stream: DeviceTensor,
-    /// i32 [T, 8].
+    /// i32 `[T, 8]`.
     pub topk_ids: DeviceTensor,
     /// Intermediate results wanted; needs a plan with [`Taps::All`].
     pub taps: DeviceTaps,
@@ -128,23 +128,23 @@ macro_rules! taps {
 }
 
 taps! {
-    /// FP32 [T, 1024]: attention before the output norm.
+    /// FP32 `[T, 1024]`: attention before the output norm.
     AttnCore = "attn_core", F32, [m::Q_SIZE];
-    /// BF16 [T, 8192]: after `o`.
+    /// BF16 `[T, 8192]`: after `o`.
     AttnOut = "attn_out", Bf16, [m::HIDDEN];
-    /// FP32 [T, 8192]: the stream after the first boundary.
+    /// FP32 `[T, 8192]`: the stream after the first boundary.
     StreamAfterAttn = "stream_after_attn", F32, [m::HIDDEN];
-    /// BF16 [T, 3, 8192]: three planes whose sum is the input of router and pooler.
+    /// BF16 `[T, 3, 8192]`: three planes whose sum is the input of router and pooler.
     FfnInput = "ffn_input", Bf16, [3, m::HIDDEN];
-    /// FP32 [T, 256]: before the multiplier.
+    /// FP32 `[T, 256]`: before the multiplier.
     RouterLogits = "router_logits", F32, [m::EXPERTS];
-    /// FP32 [T, 8]: the normalised weights.
+    /// FP32 `[T, 8]`: the normalised weights.
     TopkScores = "topk_scores", F32, [m::TOP_K];
-    /// FP32 [T, 4096]: after `pre_expert_norm`.
+    /// FP32 `[T, 4096]`: after `pre_expert_norm`.
     ExpertInput = "expert_input", F32, [m::EXPERT_DIM];
-    /// BF16 [T, 4096]: the weighted sum of this rank's experts.
+    /// BF16 `[T, 4096]`: the weighted sum of this rank's experts.
     MoeMix = "moe_mix", Bf16, [m::EXPERT_DIM];
-    /// FP32 [T, 8192]: before `post_ffn_norm`, zeros outside the slice.
+    /// FP32 `[T, 8192]`: before `post_ffn_norm`, zeros outside the slice.
     FfnOut = "ffn_out", F32, [m::HIDDEN];
 }
 
@@ -280,7 +280,7 @@ fn attention_input<'a>(c: &mut Checked<'a>, plan: &Plan, x: &'a AttentionInput) 
     Ok(())
 }
 
-/// i32 [B, table_width], columns next to each other, rows any distance of at least the width apart.
+/// i32 `[B, table_width]`, columns next to each other, rows any distance of at least the width apart.
 fn page_table(t: &DeviceTensor, requests: usize, width: usize) -> Result<()> {
     t.expect("page_table", DType::I32, &[requests, width], 4)?;
     let strides = t.strides();

@@ -48,55 +48,55 @@ impl Carver {
 /// Device addresses of a call's scratch, named as the fields of `csrc/include/params.h` that use them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// u32 [64], zero before and after every call.
+    /// u32 `[64]`, zero before and after every call.
     pub control: u64,
-    /// FP32 [splits][T][2304].
+    /// FP32 `[splits][T][2304]`.
     pub qkv: u64,
-    /// FP16 [T][16][64].
+    /// FP16 `[T][16][64]`.
     pub q: u64,
-    /// FP32 [T][1024].
+    /// FP32 `[T][1024]`.
     pub gate: u64,
-    /// FP32 [T][16][splits][64] (split attention).
+    /// FP32 `[T][16][splits][64]` (split attention).
     pub acc: u64,
-    /// FP32 [T][16][splits][2] (split attention).
+    /// FP32 `[T][16][splits][2]` (split attention).
     pub lse: u64,
-    /// FP32 [T][1024] (tiled attention).
+    /// FP32 `[T][1024]` (tiled attention).
     pub tiled_out: u64,
     /// FP16 copies of the visible pages (tiled attention).
     pub kv_scratch: u64,
-    /// BF16 [T][1024].
+    /// BF16 `[T][1024]`.
     pub gated: u64,
-    /// BF16 [T][8192].
+    /// BF16 `[T][8192]`.
     pub attn_out: u64,
-    /// FP32 [T][8192].
+    /// FP32 `[T][8192]`.
     pub stream_after_attn: u64,
-    /// BF16 [T][3][8192].
+    /// BF16 `[T][3][8192]`.
     pub ffn_input: u64,
-    /// FP32 [splits][T][256].
+    /// FP32 `[splits][T][256]`.
     pub logits: u64,
-    /// FP32 [T][8].
+    /// FP32 `[T][8]`.
     pub topk_scores: u64,
-    /// i32 [33].
+    /// i32 `[33]`.
     pub expert_offsets: u64,
-    /// i32 [8 T].
+    /// i32 `[8 T]`.
     pub route_token: u64,
-    /// i32 [T][8].
+    /// i32 `[T][8]`.
     pub token_route: u64,
-    /// i32 [ceil(T / 256)][32].
+    /// i32 `[ceil(T / 256)][32]`.
     pub block_counts: u64,
-    /// FP32 [splits][T][4096].
+    /// FP32 `[splits][T][4096]`.
     pub pooled: u64,
-    /// BF16 [route_bound][4096].
+    /// BF16 `[route_bound][4096]`.
     pub x: u64,
-    /// BF16 [route_bound][4096].
+    /// BF16 `[route_bound][4096]`.
     pub inter: u64,
-    /// BF16 [route_bound][4096], or FP32 [splits][route_bound][4096].
+    /// BF16 `[route_bound][4096]`, or FP32 `[splits][route_bound][4096]`.
     pub y: u64,
-    /// FP32 [T][4096], with more than one pass.
+    /// FP32 `[T][4096]`, with more than one pass.
     pub accumulate: u64,
-    /// BF16 [T][4096].
+    /// BF16 `[T][4096]`.
     pub moe_mix: u64,
-    /// FP32 [splits][T][columns], or BF16 [T][columns].
+    /// FP32 `[splits][T][columns]`, or BF16 `[T][columns]`.
     pub unpooled: u64,
     /// The first byte past the last region.
     pub end: u64,

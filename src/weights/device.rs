@@ -26,30 +26,30 @@ fn expert_tile_bytes(kind: WeightKind) -> u64 {
 pub(crate) struct Experts {
     /// Packed tiles, `csrc/moe/nvfp4_layout.h`.
     pub weight: Buffer,
-    /// FP32 [32][2] (w13) or [32] (w2), the packing's power of two included.
+    /// FP32 `[32][2]` (w13) or `[32]` (w2), the packing's power of two included.
     pub scale: Buffer,
 }
 
 /// A layer's weights on the device.
 #[derive(Debug)]
 pub(crate) struct DeviceWeights {
-    /// Packed [2304, 8192].
+    /// Packed `[2304, 8192]`.
     pub qkv_gate: Buffer,
-    /// Packed [8192, 1024].
+    /// Packed `[8192, 1024]`.
     pub o: Buffer,
-    /// FP32 [256, 8192], for the FP32 form.
+    /// FP32 `[256, 8192]`, for the FP32 form.
     pub router: Buffer,
     /// Three BF16 planes, packed, for the tiled form.
     pub router_planes: Buffer,
-    /// FP32 [256].
+    /// FP32 `[256]`.
     pub router_bias: Buffer,
-    /// Packed [4096, 8192].
+    /// Packed `[4096, 8192]`.
     pub pooler: Buffer,
     pub w13: Experts,
     pub w2: Experts,
-    /// Packed [8192, 4096].
+    /// Packed `[8192, 4096]`.
     pub unpooler: Buffer,
-    /// FP32 [8192] each: the first residual boundary.
+    /// FP32 `[8192]` each: the first residual boundary.
     pub attn_alpha: Buffer,
     pub attn_beta: Buffer,
     /// FP32, `1 + w`.
@@ -59,10 +59,10 @@ pub(crate) struct DeviceWeights {
     pub post_ffn_norm: Buffer,
     /// `None` on the last layer.
     pub next_pre_attn_norm: Option<Buffer>,
-    /// FP32 [8192] each: the second residual boundary.
+    /// FP32 `[8192]` each: the second residual boundary.
     pub ffn_alpha: Buffer,
     pub ffn_beta: Buffer,
-    /// FP32 [32].
+    /// FP32 `[32]`.
     pub inv_freq: Buffer,
 }
 

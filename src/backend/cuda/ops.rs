@@ -63,7 +63,7 @@ impl Step<'_> {
         }
     }
 
-    /// BF16 [T, 8192] to FP32 splits of [T, 2304]: q, k, v, gate.
+    /// BF16 `[T, 8192]` to FP32 splits of `[T, 2304]`: q, k, v, gate.
     pub fn qkv_gate(&self) -> Result<()> {
         let d = &self.plan.launches.qkv_gate;
         let params = self.dense(d, &self.weights.qkv_gate, self.args.attn_input, m::HIDDEN as i32, self.scratch.qkv);
@@ -130,7 +130,7 @@ impl Step<'_> {
         self.launched("attention", unsafe { bridge::attention(&params, &self.launch) })
     }
 
-    /// Joins the splits, norms each head, gates: BF16 [T, 1024].
+    /// Joins the splits, norms each head, gates: BF16 `[T, 1024]`.
     pub fn out_norm_gate(&self) -> Result<()> {
         let (s, l) = (&self.scratch, &self.plan.launches.attention);
         let split = |address: u64| if l.tiled { std::ptr::null() } else { address as *const f32 };
@@ -149,7 +149,7 @@ impl Step<'_> {
         self.launched("out_norm_gate", unsafe { bridge::out_norm_gate(&params, &self.launch) })
     }
 
-    /// BF16 [T, 1024] to the rank's partial, BF16 [T, 8192].
+    /// BF16 `[T, 1024]` to the rank's partial, BF16 `[T, 8192]`.
     pub fn o(&self) -> Result<()> {
         let d = &self.plan.launches.o;
         let params = self.dense(d, &self.weights.o, self.scratch.gated, m::Q_SIZE as i32, self.args.attn_out);
@@ -174,7 +174,7 @@ impl Step<'_> {
         self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &self.launch) })
     }
 
-    /// Partial logits, FP32 [splits][T, 256], in the form the plan names.
+    /// Partial logits, FP32 `[splits][T, 256]`, in the form the plan names.
     pub fn router(&self) -> Result<()> {
         let l = &self.plan.launches.router;
         let (weights, x, logits) = (&self.weights, self.args.ffn_input, self.scratch.logits);
@@ -234,7 +234,7 @@ impl Step<'_> {
         self.launched("router_topk", unsafe { bridge::router_topk(&params, &self.launch) })
     }
 
-    /// The first plane of `ffn_input` to FP32 splits of [T, 4096].
+    /// The first plane of `ffn_input` to FP32 splits of `[T, 4096]`.
     pub fn pooler(&self) -> Result<()> {
         let d = &self.plan.launches.pooler;
         let params = self.dense(d, &self.weights.pooler, self.args.ffn_input, PLANES_STRIDE, self.scratch.pooled);
@@ -330,7 +330,7 @@ impl Step<'_> {
         self.launched("combine", unsafe { bridge::combine(&params, &self.launch) })
     }
 
-    /// BF16 [T, 4096] to the rank's columns of the unpooled branch.
+    /// BF16 `[T, 4096]` to the rank's columns of the unpooled branch.
     pub fn unpooler(&self) -> Result<()> {
         let d = &self.plan.launches.unpooler;
         let params =
