@@ -33,6 +33,7 @@ pub fn build(manifest: &Path, pieces: &Pieces) {
         .flag_if_supported("-fvisibility=hidden")
         .include(manifest.join("csrc"))
         .compile("muse_spark_cxxbridge");
+    forget_other_pieces(pieces);
     run_compile_step(pieces);
 
     println!("cargo:rustc-link-search=native={}", pieces.toolkit.libraries.display());
@@ -42,6 +43,20 @@ pub fn build(manifest: &Path, pieces: &Pieces) {
     for library in ["stdc++", "dl", "rt", "pthread"] {
         println!("cargo:rustc-link-lib=dylib={library}");
     }
+}
+
+/// CMake cannot change the compiler of a configured folder: with other pieces it starts over.
+fn forget_other_pieces(pieces: &Pieces) {
+    let out = out_folder();
+    let (stamp, text) = (out.join("pieces.txt"), format!("{pieces:#?}\n"));
+    if std::fs::read_to_string(&stamp).ok().as_ref() != Some(&text) {
+        let _ = std::fs::remove_dir_all(out.join("build"));
+        std::fs::write(stamp, text).expect("OUT_DIR can be written to");
+    }
+}
+
+fn out_folder() -> PathBuf {
+    PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
 }
 
 /// Runs this program again as the compile step and reads what it prints.
@@ -93,7 +108,7 @@ pub fn compile_step(manifest: &Path) {
     std::env::set_var("CMAKE", &pieces.cmake);
     std::env::set_var("NUM_JOBS", jobs::parallel_jobs().to_string());
 
-    let generated = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("cxxbridge/include");
+    let generated = out_folder().join("cxxbridge/include");
     let mut config = cmake::Config::new(manifest.join("csrc"));
     config
         .generator("Ninja")
