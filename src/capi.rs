@@ -5,6 +5,10 @@
 #![allow(unsafe_code)]
 #![allow(missing_docs)]
 
+mod types;
+
+pub use types::*;
+
 use crate::backend::cuda::model as m;
 use crate::config::{LayerConfig, LayerKind, QueryPrecision, Taps, WeightKind};
 use crate::error::{Error, Result};
@@ -18,221 +22,11 @@ use crate::stream::Stream;
 use crate::tensor::{DType, DeviceTensor};
 use crate::weights::LayerWeights;
 use crate::workspace::Workspace;
-use std::cell::RefCell;
-use std::ffi::{c_char, c_void, CStr, CString};
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::ffi::{c_char, c_void, CString};
+use types::{call, choice, destroy, give, handle, string, take, LAST_ERROR};
 
 /// `MSL_ABI_VERSION`.
 pub const ABI_VERSION: u32 = 1;
-
-thread_local! {
-    static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
-}
-
-/// Status of an error.
-fn status(error: &Error) -> i32 {
-    match error {
-        Error::NanScale { .. } | Error::File { .. } | Error::Format { .. } => 2,
-        Error::CudaDimensions { .. } | Error::Unsupported { .. } | Error::UnsupportedGpu { .. } => 3,
-        Error::NoCuda | Error::NoDevice { .. } => 4,
-        Error::Cuda { .. } | Error::Nccl { .. } => 5,
-        Error::Internal { .. } => 6,
-        _ => 1,
-    }
-}
-
-fn remember(text: String) {
-    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    LAST_ERROR.with(|last| *last.borrow_mut() = text);
-}
-
-/// Runs a call: its error, or its panic, becomes a status and a text.
-fn call(body: impl FnOnce() -> Result<()>) -> i32 {
-    let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|s| s.to_string());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "panic".into());
-        Err(Error::Internal { what: text })
-    });
-    match result {
-        Ok(()) => 0,
-        Err(error) => {
-            remember(error.to_string());
-            status(&error)
-        }
-    }
-}
-
-/// A struct of a caller whose header may be older or newer than this library.
-trait Sized32: Copy {
-    const NAME: &'static str;
-}
-
-/// Copies what the caller knows of a struct; the rest is zero.
-///
-/// # Safety
-/// `ptr` is null or points to as many bytes as its first field says.
-unsafe fn take<T: Sized32>(ptr: *const T) -> Result<T> {
-    if ptr.is_null() {
-        return Err(Error::Null { tensor: T::NAME.into() });
-    }
-    // SAFETY: every such struct begins with its size, and all-zero bytes are a value of it.
-    unsafe {
-        let given = ptr.cast::<u32>().read_unaligned() as usize;
-        let known = size_of::<T>();
-        // The first version of each struct is the smallest there is.
-        if given < known {
-            let what = format!("{}.struct_size", T::NAME);
-            return Err(Error::Value { what, wanted: format!("at least {known}"), got: given.to_string() });
-        }
-        let bytes = std::slice::from_raw_parts(ptr.cast::<u8>(), given);
-        if bytes[known..].iter().any(|&b| b != 0) {
-            let what = format!("{}: fields past byte {known}", T::NAME);
-            return Err(Error::Value {
-                what,
-                wanted: "zero: this library does not know them".into(),
-                got: "set".into(),
-            });
-        }
-        let mut value = std::mem::zeroed::<T>();
-        std::ptr::copy_nonoverlapping(ptr.cast::<u8>(), (&mut value as *mut T).cast::<u8>(), known);
-        Ok(value)
-    }
-}
-
-/// # Safety
-/// `ptr` is null or a live handle of this library.
-unsafe fn handle<'a, T>(name: &str, ptr: *const T) -> Result<&'a T> {
-    // SAFETY: the caller's promise.
-    unsafe { ptr.as_ref() }.ok_or_else(|| Error::Null { tensor: name.into() })
-}
-
-/// # Safety
-/// `ptr` is null or a zero-terminated string.
-unsafe fn string(what: &str, ptr: *const c_char) -> Result<String> {
-    if ptr.is_null() {
-        return Err(Error::Null { tensor: what.into() });
-    }
-    // SAFETY: the caller's promise.
-    Ok(unsafe { CStr::from_ptr(ptr) }.to_string_lossy().into_owned())
-}
-
-fn choice<T: Copy>(what: &str, value: i32, choices: &[T]) -> Result<T> {
-    usize::try_from(value).ok().and_then(|i| choices.get(i)).copied().ok_or_else(|| Error::Value {
-        what: what.into(),
-        wanted: format!("0 to {}", choices.len() - 1),
-        got: value.to_string(),
-    })
-}
-
-/// Hands a new object to the caller.
-///
-/// # Safety
-/// `out` is null or may be written.
-unsafe fn give<T>(name: &str, out: *mut *mut T, make: impl FnOnce() -> Result<T>) -> Result<()> {
-    if out.is_null() {
-        return Err(Error::Null { tensor: name.into() });
-    }
-    // SAFETY: the caller's promise.
-    unsafe { *out = std::ptr::null_mut() };
-    let object = Box::new(make()?);
-    // SAFETY: as above.
-    unsafe { *out = Box::into_raw(object) };
-    Ok(())
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct MslTensor {
-    pub name: *const c_char,
-    pub data: *const c_void,
-    pub dtype: i32,
-    pub rank: i32,
-    pub shape: [i64; 4],
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct MslLayerOptions {
-    pub struct_size: u32,
-    pub device: i32,
-    pub experts: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct MslPlanOptions {
-    pub struct_size: u32,
-    pub tokens: u32,
-    pub requests: u32,
-    pub max_q_len: u32,
-    pub table_width: u32,
-    pub page_size: u32,
-    pub kind: i32,
-    pub engine: i32,
-    pub query: i32,
-    pub rank: u32,
-    pub taps: i32,
-    pub plain_launch: i32,
-    pub route_bound: u32,
-    pub skip_slot_zero: i32,
-    pub synchronize: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct MslTap {
-    pub name: *const c_char,
-    pub data: *mut c_void,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct MslStep {
-    pub struct_size: u32,
-    pub tap_count: u32,
-    pub attn_input: *const c_void,
-    pub positions: *const c_void,
-    pub cache_loc: *const c_void,
-    pub cu_seqlens_q: *const c_void,
-    pub cache_seqlens: *const c_void,
-    pub page_table: *const c_void,
-    pub table_stride: i64,
-    pub k_scale: *const c_void,
-    pub v_scale: *const c_void,
-    pub k_cache: *mut c_void,
-    pub v_cache: *mut c_void,
-    pub pages: i64,
-    pub stream: *const c_void,
-    pub local_start: *const c_void,
-    pub num_tokens_non_padded: *const c_void,
-    pub topk_ids: *mut c_void,
-    pub hidden: *mut c_void,
-    pub stream_out: *mut c_void,
-    pub attn_out: *mut c_void,
-    pub stream_after_attn: *mut c_void,
-    pub moe_mix: *mut c_void,
-    pub taps: *const MslTap,
-}
-
-impl Sized32 for MslLayerOptions {
-    const NAME: &'static str = "msl_layer_options";
-}
-impl Sized32 for MslPlanOptions {
-    const NAME: &'static str = "msl_plan_options";
-}
-impl Sized32 for MslStep {
-    const NAME: &'static str = "msl_step";
-}
-
-/// `msl_layer`.
-pub struct MslLayer(DecoderLayer);
-/// `msl_workspace`.
-pub struct MslWorkspace(Workspace);
-/// `msl_plan`, with its text.
-pub struct MslPlan {
-    plan: Plan,
-    text: CString,
-}
 
 #[no_mangle]
 pub extern "C" fn msl_abi_version() -> u32 {
@@ -311,15 +105,6 @@ pub unsafe extern "C" fn msl_layer_destroy(layer: *mut MslLayer) {
 pub unsafe extern "C" fn msl_layer_weight_bytes(layer: *const MslLayer) -> u64 {
     // SAFETY: the caller's promise.
     unsafe { layer.as_ref() }.map_or(0, |l| l.0.weight_bytes())
-}
-
-/// # Safety
-/// `ptr` is null or came from `give` and is not used again.
-unsafe fn destroy<T>(ptr: *mut T) {
-    if !ptr.is_null() {
-        // SAFETY: the caller's promise. A panic in a destructor ends here.
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(unsafe { Box::from_raw(ptr) })));
-    }
 }
 
 /// # Safety
