@@ -178,31 +178,39 @@ __device__ __forceinline__ void decode_values(DecodeState& w, const char* v_tile
   }
 }
 
-// What a warp of a CTA does for token t (kAppend): queries to `queries` (all CTAs, rows warp and warp +
-// 8), the new cache row to `new_row` (`keys`), and cache row and gate to memory (`store`).
+// kAppend, what a warp of a CTA does for token t: queries to shared memory (rows warp and warp + 8), and,
+// where `keys` or `store`, the new cache row there too; `store` also writes it to the cache.
 __device__ __forceinline__ void append_token(const QkNormRopeAppendParams& a, int64_t t, int64_t slot, float sn, float cs,
-                                             bool keys, bool store, uint32_t* queries, uint16_t* new_row) {
+                                             bool keys, bool store, char* queries) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int kv_row = (keys || store) && warp < 2 * kKvHeads ? kFirstK + warp : -1;
-  const int gate_row = store ? kFirstGate + warp : -1;
-  const int rows[5] = {warp, warp + 8, kv_row, gate_row, store ? gate_row + 8 : -1};
-  float2 x[5];
-  add_splits<5>(a, t, rows, lane, x);
   const bool rope = a.inv_freq != nullptr;
+  float2 x[3];
+  if ((keys || store) && warp < 2 * kKvHeads) {
+    const int row = kFirstK + warp;
+    const float scale = cache_scale(a, row);  // the caller's, as positions and slots are: no kernel writes it
+    add_splits<3>(a, t, {warp, warp + 8, row}, lane, x);
+    if (row < kFirstV) x[2] = norm_rope(x[2], rope, sn, cs);
+    const uint16_t bytes = cache_bytes(x[2], scale);
+    reinterpret_cast<uint16_t*>(queries + DecodeConfig::kQueryBytes)[warp * (kHeadDim / 2) + lane] = bytes;
+    if (store && slot >= 0) *cache_place(a, row, slot, lane) = bytes;
+  } else {
+    float2 q[2];
+    add_splits<2>(a, t, {warp, warp + 8}, lane, q);
+    x[0] = q[0], x[1] = q[1];
+  }
 #pragma unroll
   for (int i = 0; i < 2; i++)
-    queries[(warp + 8 * i) * (kHeadDim / 2) + lane] = query_half2(norm_rope(x[i], rope, sn, cs), a.e4m3_query);
-  if (kv_row >= 0) {
-    if (kv_row < kFirstV) x[2] = norm_rope(x[2], rope, sn, cs);
-    const uint16_t bytes = cache_bytes(a, kv_row, x[2]);
-    new_row[warp * (kHeadDim / 2) + lane] = bytes;
-    if (store && slot >= 0) *cache_place(a, kv_row, slot, lane) = bytes;
-  }
-  if (store) {
+    reinterpret_cast<uint32_t*>(queries)[(warp + 8 * i) * (kHeadDim / 2) + lane] =
+        query_half2(norm_rope(x[i], rope, sn, cs), a.e4m3_query);
+}
+// ... and the gate, by one CTA of the token's.
+__device__ __forceinline__ void append_gate(const QkNormRopeAppendParams& a, int64_t t) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  float2 x[2];
+  add_splits<2>(a, t, {kFirstGate + warp, kFirstGate + warp + 8}, lane, x);
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-      *reinterpret_cast<float2*>(a.gate + t * kQSize + (warp + 8 * i) * kHeadDim + 2 * lane) = x[3 + i];
-  }
+  for (int i = 0; i < 2; i++)
+    *reinterpret_cast<float2*>(a.gate + t * kQSize + (warp + 8 * i) * kHeadDim + 2 * lane) = x[i];
 }
 
 template <bool kAppend>
@@ -217,10 +225,6 @@ __global__ void __launch_bounds__(DecodeConfig::kWarps * 32, 2)
   const SplitRange range = split_range<1, C::kUnit>(p, request, 0, split);
   const int64_t token = range.first_token;
   char* queries = shared + C::kRingBytes + C::kMaskBytes;  // [16][64] halves, then the new K and V rows
-  const auto append = [&](int64_t t, int64_t slot, float sn, float cs, bool keys) {
-    append_token(a, t, slot, sn, cs, keys, split == 0, reinterpret_cast<uint32_t*>(queries),
-                 reinterpret_cast<uint16_t*>(queries + C::kQueryBytes));
-  };
   if constexpr (kAppend) {
     // Tokens of no request still have a gate and, if they name one, a cache row; so has a token that
     // sees no key.
@@ -229,7 +233,8 @@ __global__ void __launch_bounds__(DecodeConfig::kWarps * 32, 2)
         float sn = 0.0f, cs = 1.0f;
         if (a.inv_freq) token_sincos(a, t, lane, sn, cs);
         pdl_wait();
-        append(t, append_slot(a, t), sn, cs, false);
+        append_token(a, t, append_slot(a, t), sn, cs, false, true, queries);
+        append_gate(a, t);
       }
     }
   }
@@ -241,7 +246,10 @@ __global__ void __launch_bounds__(DecodeConfig::kWarps * 32, 2)
     if (a.inv_freq) token_sincos(a, token, lane, sn, cs);
   }
   if (write_empty(p, range, request, 0, split)) {
-    if (kAppend && split == 0 && range.tokens > 0) append(token, slot, sn, cs, false);
+    if (kAppend && split == 0 && range.tokens > 0) {
+      append_token(a, token, slot, sn, cs, false, true, queries);
+      append_gate(a, token);
+    }
     return;
   }
 
@@ -283,6 +291,7 @@ __global__ void __launch_bounds__(DecodeConfig::kWarps * 32, 2)
     }
   };
 
+  const float scale = p.softmax_scale * __ldcg(p.k_scale) * kLog2e;
   const int own_key = cursor.key;
   int ids[kAhead + 1];
 #pragma unroll
@@ -306,8 +315,9 @@ __global__ void __launch_bounds__(DecodeConfig::kWarps * 32, 2)
   if (!waited) pdl_wait();
 
   if constexpr (kAppend) {
-    append(token, slot, sn, cs, new_key >= 0);
+    append_token(a, token, slot, sn, cs, new_key >= 0, split == 0, queries);
     __syncthreads();
+    if (split == 0) append_gate(a, token);
   }
   DecodeState w;
 #pragma unroll
@@ -330,7 +340,6 @@ __global__ void __launch_bounds__(DecodeConfig::kWarps * 32, 2)
   }
 #pragma unroll
   for (int r = 0; r < 4; r++) w.minus_ref[r] = INFINITY, w.sum[r] = 0.0f;
-  const float scale = p.softmax_scale * __ldcg(p.k_scale) * kLog2e;
 
   int stage = 0, key0 = first_key;
   for (int i = 0; i < mine; i++, key0 += C::kStep) {

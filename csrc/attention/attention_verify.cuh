@@ -4,7 +4,8 @@
 // A CTA (split, request, tile of tokens) has two groups of 8 warps, each group two warpgroups: one KV
 // head each. A group walks every other chunk of 32 keys:
 //   load     cp.async of 16 bytes: a thread brings one piece of a K row and one of a V row to its own
-//            place in a ring of raw bytes, three chunks ahead; page ids are fetched one chunk further.
+//            place in a ring of raw bytes, three chunks ahead. Page ids come by cp.async too, three
+//            chunks further ahead: a load to a register in flight would make every wgmma wait for it.
 //            Rows that must not be read (past the range, invalid page) are filled with zeros.
 //   convert  the thread that loaded a piece turns it into halves and writes them to the FP16 tiles
 //            [2 heads][32 keys][64], 128-byte swizzled, double-buffered: one barrier a chunk.
@@ -39,11 +40,17 @@ struct VerifyConfig {
   static constexpr int kTileBytes = kChunk * 128;           // one head's K or V, FP16
   static constexpr int kBufferBytes = 4 * kTileBytes;       // K head 0, K head 1, V head 0, V head 1
   static constexpr int kGroupBytes = 2 * kBufferBytes + kStages * kRawBytes;
-  static constexpr int kMasks = 8;                          // chunks whose key masks are kept
-  static constexpr int kSharedBytes = kGroups * (kGroupBytes + kMasks * 8) + 1024;  // 1024: for alignment
+  static constexpr int kSlots = 8;                          // chunks whose key masks and page ids are kept
+  static constexpr int kSlotBytes = kSlots * (8 + kChunk * 4);
+  static constexpr int kSharedBytes = kGroups * (kGroupBytes + kSlotBytes) + 1024;  // 1024: for alignment
   static constexpr int kOutStride = kHeadDim + 4;
   static_assert(kGroups * kRows * (kOutStride + 2) * 4 <= kGroups * kGroupBytes);
 };
+
+// 4-byte cp.async.
+__device__ __forceinline__ void cp_async4(void* dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_u32(dst)), "l"(src) : "memory");
+}
 
 // Nibbles of 8 bytes side by side: bit i of the result is key i of the chunk.
 __device__ __forceinline__ uint32_t gather_nibbles(uint2 v) {
@@ -87,41 +94,50 @@ __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_ke
   // --- loading: the thread's piece is (key 4 member + lane / 8, piece lane mod 8) of each chunk --------
   char* buffers = shared + group * C::kGroupBytes;
   char* raw = buffers + 2 * C::kBufferBytes + (threadIdx.x & (C::kGroupThreads - 1)) * 16;
-  uint8_t* masks = reinterpret_cast<uint8_t*>(shared + C::kGroups * C::kGroupBytes) + group * C::kMasks * 8;
+  char* slots = shared + C::kGroups * C::kGroupBytes + group * C::kSlotBytes;
+  uint8_t* masks = reinterpret_cast<uint8_t*>(slots);                   // [kSlots][8 warps], 4 bits each
+  int32_t* ids = reinterpret_cast<int32_t*>(slots + C::kSlots * 8);    // [kSlots][kChunk], a warp's 4 are its own
   const int first_key = range.begin + group * C::kChunk;
   const int mine = first_key < range.end ? (range.end - first_key + C::kStep - 1) / C::kStep : 0;
   const int piece = lane & 7, key_in_chunk = member * 4 + (lane >> 3);
   const char* k_src = static_cast<const char*>(p.k_cache) + piece * 16;
   const char* v_src = static_cast<const char*>(p.v_cache) + piece * 16;
   KeyCursor cursor(p, request, first_key + key_in_chunk, C::kStep, range.end);
-  const auto issue = [&](int chunk, int stage, int key, int id) {
-    uint32_t row = cursor.row(key, id);
+  const auto issue = [&](int chunk, int stage, int id) {
+    const int key = first_key + key_in_chunk + chunk * C::kStep;
+    uint32_t row = key < range.end ? cursor.row(key, id) : kNoRow;
     const bool load = row != kNoRow;
     const uint32_t mask = __ballot_sync(~0u, load) & 0x01010101u;  // one bit a row
-    if (lane == 0) masks[(chunk & (C::kMasks - 1)) * 8 + member] = static_cast<uint8_t>((mask * 0x10204080u) >> 28);
+    if (lane == 0) masks[(chunk & (C::kSlots - 1)) * 8 + member] = static_cast<uint8_t>((mask * 0x10204080u) >> 28);
     row = load ? row : 0;
     char* dst = raw + stage * C::kRawBytes;
     cp_async16(dst, k_src + static_cast<uint64_t>(row) * kKvSize, load);
     cp_async16(dst + C::kRawBytes / 2, v_src + static_cast<uint64_t>(row) * kKvSize, load);
   };
+  const int id_key = first_key + member * 4 + (lane & 3);  // lanes 0-3 fetch the warp's page ids
+  const auto fetch_ids = [&](int chunk) {
+    const int key = id_key + chunk * C::kStep;
+    if (lane < 4 && chunk < mine && key < range.end)
+      cp_async4(ids + (chunk & (C::kSlots - 1)) * C::kChunk + member * 4 + lane, cursor.table + (key >> p.page_log2));
+  };
 
-  const int own_key = cursor.key;
-  int ids[C::kStages + 1];
+  int first_ids[C::kStages];
 #pragma unroll
-  for (int i = 0; i <= C::kStages; i++) ids[i] = cursor.fetch();
+  for (int i = 0; i < C::kStages; i++) first_ids[i] = cursor.fetch();
+  const float scale = p.softmax_scale * __ldcg(p.k_scale) * kLog2e;
   bool waited = false;
 #pragma unroll
   for (int i = 0; i < C::kStages; i++) {
+    fetch_ids(i + C::kStages);
     if (i < mine) {
       if (!waited && first_key + i * C::kStep + C::kChunk > range.old_end) {
         pdl_wait();
         waited = true;
       }
-      issue(i, i, own_key + i * C::kStep, ids[i]);
+      issue(i, i, first_ids[i]);
     }
     cp_async_commit();
   }
-  int next_id = ids[C::kStages];
   if (!waited) pdl_wait();
 
   // --- queries: A fragments of the 4 k16 steps ---------------------------------------------------------
@@ -138,7 +154,6 @@ __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_ke
       q[s][2 + r] = live ? __ldcg(src + 8 * s + 4 + c) : 0;
     }
   }
-  const float scale = p.softmax_scale * __ldcg(p.k_scale) * kLog2e;
   const int pos0 = range.first_pos + 2 * pair;  // of the lane's rows: pos0 (row g), pos0 + 1 (row g + 8)
 
   float o[32];
@@ -153,6 +168,7 @@ __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_ke
   // chunk that takes their place. Past the last chunk it converts bytes that nothing reads.
   const auto convert = [&](int i) {
     cp_async_wait<C::kStages - 1>();
+    __syncwarp();  // the warp's page ids have landed too
     const char* mine_raw = raw + stage * C::kRawBytes;
     const uint4 k_raw = *reinterpret_cast<const uint4*>(mine_raw);
     const uint4 v_raw = *reinterpret_cast<const uint4*>(mine_raw + C::kRawBytes / 2);
@@ -160,9 +176,10 @@ __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_ke
     store_halves(buffer + tile_row, (piece & 3) * 2, key_in_chunk & 7, half_head != 0, k_raw);
     store_halves(buffer + 2 * C::kTileBytes + tile_row, (piece & 3) * 2, key_in_chunk & 7, half_head != 0, v_raw);
     fence_proxy_async();
-    if (i + C::kStages < mine) issue(i + C::kStages, stage, cursor.key - C::kStep, next_id);
+    const int next = i + C::kStages;
+    if (next < mine) issue(next, stage, ids[(next & (C::kSlots - 1)) * C::kChunk + key_in_chunk]);
+    fetch_ids(next + C::kStages);
     cp_async_commit();
-    next_id = cursor.fetch();
     stage = stage == C::kStages - 1 ? 0 : stage + 1;
   };
   if (mine > 0) convert(0);
@@ -180,7 +197,7 @@ __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_ke
 #pragma unroll
     for (int st = 0; st < 4; st++) wgmma_rs<32, true>(s, q[st], k_desc + 2 * st, st > 0);
     wgmma_commit();
-    const uint2 mask = *reinterpret_cast<const uint2*>(masks + (i & (C::kMasks - 1)) * 8);
+    const uint2 mask = *reinterpret_cast<const uint2*>(masks + (i & (C::kSlots - 1)) * 8);
     const bool clean = mask.x == 0x0f0f0f0fu && mask.y == 0x0f0f0f0fu && key0 + C::kChunk - 1 <= range.first_pos &&
                        (p.window == 0 || key0 > range.first_pos + range.tokens - 1 - p.window);
     wgmma_wait<0>();

@@ -1,12 +1,14 @@
-// out_norm_gate: W warps own one head of one token (W = 1 with up to 4 splits, 8 beyond 32: one
-// request's 128 splits are then joined by 16 CTAs with every load in flight at once). Half a warp
+// out_norm_gate: W warps own one head of one token (1 with up to 4 splits, 8 beyond 32: one request's
+// 128 splits are then joined by 16 CTAs with every load in flight at once). Half a warp
 // reads one split's 64 floats as float4; a thread walks the splits of its half warp in order, the
-// halves and warps are added in a fixed tree. Empty splits (sum 0) are never read: their `acc` is
-// whatever was there before. Shared memory: W x 64 floats and the splits' weights.
+// halves and warps are added in a fixed tree. The first splits' `acc` is loaded before their weights are
+// known; that of an empty split (sum 0), which is whatever was there before, is never used. Shared
+// memory: W x 64 floats and the splits' weights.
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
 #include "../include/model.h"
+#include "attention_split.cuh"
 #include "qk_norm_rope_append.cuh"
 
 namespace msl {
@@ -43,32 +45,49 @@ __global__ void __launch_bounds__(kJoinThreads) out_norm_gate_tiled_kernel(const
   norm_gate_store(p, head_row, lane, x.x, x.y, g);
 }
 
-template <int W>
+template <int W, int kMaxSplits>
 __global__ void __launch_bounds__(kJoinThreads) out_norm_gate_kernel(const __grid_constant__ OutNormGateParams p) {
   constexpr int kItems = kJoinThreads / 32 / W;  // heads a CTA
-  constexpr int kMaxSplits = W == 8 ? kJoinMaxSplits : 32;
-  __shared__ float weight[kItems][kMaxSplits];
+  __shared__ float weight[kItems][kMaxSplits < 32 ? 32 : kMaxSplits];
   __shared__ float partial[kItems][W][kHeadDim];
   pdl_launch();
-  pdl_wait();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int item = warp / W, part = warp % W;
   const int64_t head_row = static_cast<int64_t>(blockIdx.x) * kItems + item;
   const bool live = head_row < static_cast<int64_t>(p.tokens) * kQHeads;
+  const float v_scale = __ldcg(p.v_scale);
+  pdl_wait();
   const float* lse = p.lse + head_row * p.splits * 2;
   const int64_t at = head_row * kHeadDim + 2 * lane;
   float2 g = make_float2(0.0f, 0.0f);
   if (live && part == 0) g = __ldcg(reinterpret_cast<const float2*>(p.gate + at));
 
-  // Every warp of the item computes the maximum over all splits; the weights are written by all
-  // (same values) when W == 1, by warp `part` for its own splits otherwise.
-  float m = -INFINITY;
-  constexpr int kLse = kMaxSplits / 32;
+  const int half = lane >> 4, quad = lane & 15;
+  const float* acc = p.acc + head_row * p.splits * kHeadDim + quad * 4;
+  constexpr int kAll = (kMaxSplits + 2 * W - 1) / (2 * W), kEarly = kAll < 8 ? kAll : 8;  // of a half warp's splits
+  float4 early[kEarly];
+#pragma unroll
+  for (int i = 0; i < kEarly; i++) {
+    const int s = 2 * part + half + i * 2 * W;
+    early[i] = live && s < p.splits ? __ldcg(reinterpret_cast<const float4*>(acc + static_cast<int64_t>(s) * kHeadDim))
+                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+
+  // Only to keep the loads above here: they are sunk below the weights otherwise, a latency more.
+  __syncthreads();
+
+  constexpr int kLse = (kMaxSplits + 31) / 32;
   float2 mine[kLse];
 #pragma unroll
   for (int i = 0; i < kLse; i++) {
     const int s = i * 32 + lane;
     mine[i] = live && s < p.splits ? __ldcg(reinterpret_cast<const float2*>(lse) + s) : make_float2(-INFINITY, 0.0f);
+  }
+  // Every warp of the item computes the maximum over all splits; warp i mod W of it writes the weights
+  // of splits 32 i .. 32 i + 31.
+  float m = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kLse; i++) {
     if (mine[i].y == 0.0f) mine[i].x = -INFINITY;
     m = fmaxf(m, mine[i].x);
   }
@@ -76,27 +95,31 @@ __global__ void __launch_bounds__(kJoinThreads) out_norm_gate_kernel(const __gri
   float l = 0.0f;
 #pragma unroll
   for (int i = 0; i < kLse; i++) {
-    const float w = mine[i].y == 0.0f ? 0.0f : exp2f(mine[i].x - m);
+    const float w = mine[i].y == 0.0f ? 0.0f : exp2_approx(mine[i].x - m);
     l += w * mine[i].y;
     if (part == i % W) weight[item][i * 32 + lane] = w;
   }
   l = warp_sum(l);
   if constexpr (W == 1) __syncwarp(); else __syncthreads();
 
-  const int half = lane >> 4, quad = lane & 15;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const float* acc = p.acc + head_row * p.splits * kHeadDim + quad * 4;
-  if (live) {
-#pragma unroll 8
-    for (int s = 2 * part + half; s < p.splits; s += 2 * W) {
+  const auto add = [&](float w, float4 v) {
+    if (w == 0.0f) return;
+    sum.x += w * v.x;
+    sum.y += w * v.y;
+    sum.z += w * v.z;
+    sum.w += w * v.w;
+  };
+#pragma unroll
+  for (int i = 0; i < kEarly; i++) {
+    const int s = 2 * part + half + i * 2 * W;
+    if (s < p.splits) add(weight[item][s], early[i]);
+  }
+  if (kEarly < kAll && live) {
+#pragma unroll 4
+    for (int s = 2 * part + half + kEarly * 2 * W; s < p.splits; s += 2 * W) {
       const float w = weight[item][s];
-      if (w != 0.0f) {
-        const float4 v = __ldcg(reinterpret_cast<const float4*>(acc + static_cast<int64_t>(s) * kHeadDim));
-        sum.x += w * v.x;
-        sum.y += w * v.y;
-        sum.z += w * v.z;
-        sum.w += w * v.w;
-      }
+      if (w != 0.0f) add(w, __ldcg(reinterpret_cast<const float4*>(acc + static_cast<int64_t>(s) * kHeadDim)));
     }
   }
   sum.x += __shfl_xor_sync(~0u, sum.x, 16);
@@ -112,7 +135,7 @@ __global__ void __launch_bounds__(kJoinThreads) out_norm_gate_kernel(const __gri
     x0 += partial[item][w][2 * lane];
     x1 += partial[item][w][2 * lane + 1];
   }
-  const float scale = l == 0.0f ? 0.0f : *p.v_scale / l;
+  const float scale = l == 0.0f ? 0.0f : v_scale / l;
   norm_gate_store(p, head_row, lane, x0 * scale, x1 * scale, g);
 }
 
@@ -123,16 +146,18 @@ inline int launch_out_norm_gate(const OutNormGateParams& p, const Launch& l) {
   const dim3 block(kJoinThreads);
   if (!p.acc) return launch(out_norm_gate_tiled_kernel, grid(8), block, 0, l, p);
   if (p.splits < 1 || p.splits > kJoinMaxSplits) return static_cast<int>(cudaErrorInvalidValue);
-  if (p.splits <= 4) return launch(out_norm_gate_kernel<1>, grid(8), block, 0, l, p);
-  if (p.splits <= 32) return launch(out_norm_gate_kernel<2>, grid(4), block, 0, l, p);
-  return launch(out_norm_gate_kernel<8>, grid(1), block, 0, l, p);
+  if (p.splits <= 4) return launch(out_norm_gate_kernel<1, 4>, grid(8), block, 0, l, p);
+  if (p.splits <= 32) return launch(out_norm_gate_kernel<2, 32>, grid(4), block, 0, l, p);
+  if (p.splits <= 128) return launch(out_norm_gate_kernel<8, 128>, grid(1), block, 0, l, p);
+  return launch(out_norm_gate_kernel<8, kJoinMaxSplits>, grid(1), block, 0, l, p);
 }
 
 inline int prepare_out_norm_gate() {
   int e = prepare_kernel(out_norm_gate_tiled_kernel, 0);
-  if (!e) e = prepare_kernel(out_norm_gate_kernel<1>, 0);
-  if (!e) e = prepare_kernel(out_norm_gate_kernel<2>, 0);
-  if (!e) e = prepare_kernel(out_norm_gate_kernel<8>, 0);
+  if (!e) e = prepare_kernel(out_norm_gate_kernel<1, 4>, 0);
+  if (!e) e = prepare_kernel(out_norm_gate_kernel<2, 32>, 0);
+  if (!e) e = prepare_kernel(out_norm_gate_kernel<8, 128>, 0);
+  if (!e) e = prepare_kernel(out_norm_gate_kernel<8, kJoinMaxSplits>, 0);
   return e;
 }
 

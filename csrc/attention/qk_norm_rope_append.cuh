@@ -1,8 +1,9 @@
 // qk_norm_rope_append: one warp owns one 64-wide head row of one token: 16 rows of q, 2 of k, 2 of v
 // and 16 of the output gate, 36 warps a token in CTAs of 4 (so that one token already spreads over 9
 // SMs). A lane holds elements 2 l and 2 l + 1, which is one RoPE pair: norm, rotation and
-// quantisation need nothing but one warp reduction. No shared memory; everything is read after the
-// wait. In decode the attention kernel does the same work in its prologue (attention_decode.cuh), by the
+// quantisation need nothing but one warp reduction. No shared memory. The caller's step data
+// (positions, slots, scales) is read before the wait, so that the sines are ready when the projection
+// is. In decode the attention kernel does the same work in its prologue (attention_decode.cuh), by the
 // functions below, and this kernel is not launched.
 #pragma once
 #include <cuda_fp8.h>
@@ -44,21 +45,33 @@ __device__ __forceinline__ void sincos_full_range(float angle, float& s, float& 
 constexpr int kFirstK = kQHeads, kFirstV = kFirstK + kKvHeads, kFirstGate = kFirstV + kKvHeads;  // head rows
 
 // Elements 2 lane, 2 lane + 1 of N head rows of token t: the projection's splits added in order, all
-// loads of 4 splits in flight together. Rows below 0 are not read (and give 0).
+// loads of 8 splits in flight together (one latency: few tokens have 7). Loads past the last split
+// repeat it and are masked to 0: predicates instead make the compiler issue a few loads at a time.
 template <int N>
 __device__ __forceinline__ void add_splits(const QkNormRopeAppendParams& p, int64_t t, const int (&rows)[N], int lane,
                                            float2 (&x)[N]) {
+  constexpr int kBatch = 8;
+  const int64_t stride = static_cast<int64_t>(p.tokens) * kQkvRows;
   const float* src = p.qkv + t * kQkvRows + 2 * lane;
 #pragma unroll
   for (int i = 0; i < N; i++) x[i] = make_float2(0.0f, 0.0f);
-#pragma unroll 4
-  for (int s = 0; s < p.splits; s++, src += static_cast<int64_t>(p.tokens) * kQkvRows) {
+#pragma unroll 1
+  for (int first = 0; first < p.splits; first += kBatch) {
+    float2 v[kBatch][N];
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      const float2 v = rows[i] >= 0 ? __ldcg(reinterpret_cast<const float2*>(src + rows[i] * kHeadDim)) : make_float2(0.0f, 0.0f);
-      x[i].x += v.x;
-      x[i].y += v.y;
+    for (int s = 0; s < kBatch; s++) {
+#pragma unroll
+      for (int i = 0; i < N; i++) v[s][i] = __ldcg(reinterpret_cast<const float2*>(src + rows[i] * kHeadDim));
+      src += stride & ((first + s + 1 - p.splits) >> 31);
     }
+#pragma unroll
+    for (int s = 0; s < kBatch; s++)
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const int keep = (first + s - p.splits) >> 31;  // all ones for a split that exists
+        x[i].x += __int_as_float(__float_as_int(v[s][i].x) & keep);
+        x[i].y += __int_as_float(__float_as_int(v[s][i].y) & keep);
+      }
   }
 }
 // RMS norm of a q or k row, one warp, and rotation by (sn, cs) if `rope`.
@@ -80,8 +93,10 @@ __device__ __forceinline__ int64_t append_slot(const QkNormRopeAppendParams& p, 
   return slot < 0 || slot >= p.cache_rows || (slot == 0 && p.skip_slot_zero) ? -1 : slot;
 }
 // Two bytes of a finished k or v row (head row `row`) as the cache holds them.
-__device__ __forceinline__ uint16_t cache_bytes(const QkNormRopeAppendParams& p, int row, float2 x) {
-  const float scale = *(row < kFirstV ? p.k_scale : p.v_scale);
+__device__ __forceinline__ float cache_scale(const QkNormRopeAppendParams& p, int row) {
+  return __ldcg(row < kFirstV ? p.k_scale : p.v_scale);
+}
+__device__ __forceinline__ uint16_t cache_bytes(float2 x, float scale) {
   return e4m3_pair(__fdiv_rn(x.x, scale), __fdiv_rn(x.y, scale));
 }
 // ... and their place in the K or V cache, in units of two bytes.
@@ -94,14 +109,23 @@ __device__ __forceinline__ void token_sincos(const QkNormRopeAppendParams& p, in
   sincos_full_range(__fmul_rn(position, __ldcg(p.inv_freq + lane)), sn, cs);
 }
 
-__global__ void __launch_bounds__(kAppendWarps * 32) qk_norm_rope_append_kernel(const __grid_constant__
+__global__ void __launch_bounds__(kAppendWarps * 32, 8) qk_norm_rope_append_kernel(const __grid_constant__
                                                                                  QkNormRopeAppendParams p) {
   pdl_launch();
   const int lane = threadIdx.x & 31;
   const int row = blockIdx.x * kAppendWarps + (threadIdx.x >> 5);  // head row of the token
   const int64_t t = blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y;
+  // The caller's data, which no kernel of the step writes, before the wait.
+  const bool live = t < p.tokens, is_kv = row >= kFirstK && row < kFirstGate;
+  float sn = 0.0f, cs = 1.0f, scale = 1.0f;
+  int64_t slot = -1;
+  if (live && p.inv_freq && row < kFirstV) token_sincos(p, t, lane, sn, cs);
+  if (live && is_kv) {
+    slot = append_slot(p, t);
+    scale = cache_scale(p, row);
+  }
   pdl_wait();
-  if (t >= p.tokens) return;
+  if (!live) return;
   float2 sums[1];
   add_splits<1>(p, t, {row}, lane, sums);
   float2 x = sums[0];
@@ -109,17 +133,12 @@ __global__ void __launch_bounds__(kAppendWarps * 32) qk_norm_rope_append_kernel(
     *reinterpret_cast<float2*>(p.gate + t * kQSize + (row - kFirstGate) * kHeadDim + 2 * lane) = x;
     return;
   }
-  if (row < kFirstV) {
-    float sn = 0.0f, cs = 1.0f;
-    if (p.inv_freq) token_sincos(p, t, lane, sn, cs);
-    x = norm_rope(x, p.inv_freq != nullptr, sn, cs);
-  }
-  if (row < kFirstK) {
+  if (row < kFirstV) x = norm_rope(x, p.inv_freq != nullptr, sn, cs);
+  if (!is_kv) {
     reinterpret_cast<uint32_t*>(p.q)[(t * kQSize + row * kHeadDim) / 2 + lane] = query_half2(x, p.e4m3_query);
-    return;
+  } else if (slot >= 0) {
+    *cache_place(p, row, slot, lane) = cache_bytes(x, scale);
   }
-  const int64_t slot = append_slot(p, t);
-  if (slot >= 0) *cache_place(p, row, slot, lane) = cache_bytes(p, row, x);
 }
 
 inline int launch_qk_norm_rope_append(const QkNormRopeAppendParams& p, const Launch& l) {
