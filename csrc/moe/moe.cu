@@ -15,8 +15,8 @@ namespace {
 // are many. Thresholds measured on an H200 in a chain of dependent launches.
 constexpr int kPreNorm8Tokens = 8, kPreNorm4Tokens = 32, kPreNorm2Tokens = 128;
 constexpr int kCombine4Tokens = 32, kCombine2Tokens = 128;
-constexpr int kCombineStreamTokens = 256;  // BF16 rows
-constexpr int kCtasPerSm = 3;              // of 512 threads, many tokens
+constexpr int kCombineStreamTokens = 2048;  // BF16 rows
+constexpr int kCtasPerSm = 3;               // of 512 threads, many tokens
 
 template <int kCtas>
 int pre_expert_norm_with(const PreExpertNormParams& p, const Launch& l) {
@@ -29,7 +29,7 @@ int combine_with(const CombineParams& p, const Launch& l) {
   return launch(p.y_f32 ? combine_kernel<kCtas, kBatch, true> : combine_kernel<kCtas, kBatch, false>, dim3(ctas),
                 dim3(kCombineThreads / kCtas), 0, l, p);
 }
-constexpr int kRouterFmaTokens = 8;  // FP32 FMA up to here, tensor cores beyond
+constexpr int kRouterFmaTokens = 6;  // FP32 FMA up to here, tensor cores beyond
 
 template <int kSplits>
 int router_with(const RouterParams& p, const Launch& l) {
@@ -59,7 +59,7 @@ int router_topk(const RouterTopkParams& p, const Launch& l) {
   if (p.tokens == 1) return launch(router_topk_cluster_kernel<1, 1>, dim3(1), dim3(kTopkThreads), 0, l, p);
   if (p.tokens <= kTopkCtas)
     return launch(router_topk_cluster_kernel<kTopkCtas, 1>, dim3(kTopkCtas), dim3(kTopkThreads), 0, l, p);
-  if (p.tokens <= kTopkClusterTokens)
+  if (p.tokens <= 2 * kTopkCtas)
     return launch(router_topk_cluster_kernel<kTopkCtas, 2>, dim3(kTopkCtas), dim3(2 * kTopkThreads), 0, l, p);
   if (int e = launch(router_topk_kernel, dim3(p.tokens), dim3(kListThreads), 0, l, p)) return e;
   if (p.tokens <= kListTokens) return 0;

@@ -22,7 +22,6 @@ namespace msl {
 
 constexpr int kTopkThreads = kExperts;  // of a token
 constexpr int kTopkCtas = 8;            // of the cluster
-constexpr int kTopkClusterTokens = 16;
 
 // Unsigned order of the scores; 0 for NaN.
 __device__ __forceinline__ uint32_t score_order(float v) {

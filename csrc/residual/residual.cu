@@ -9,7 +9,7 @@ namespace msl {
 namespace {
 // CTAs that share a token: 8 of 256 threads, 4 of 512, 2 of 512, while tokens are few and latency counts; from
 // the stream figures on tokens stream through persistent CTAs. Measured on an H200 in a chain of dependent launches.
-constexpr int kBoundary8Tokens = 4, kBoundary4Tokens = 16;
+constexpr int kAttn8Tokens = 6, kFfn8Tokens = 4, kBoundary4Tokens = 16;
 constexpr int kAttnStreamTokens = 160, kFfnStreamTokens = 96;
 
 int attn_boundary_stream(const AttnBoundaryParams& p, const Launch& l) {
@@ -23,7 +23,7 @@ int ffn_boundary_stream(const FfnBoundaryParams& p, const Launch& l) {
 }  // namespace
 
 int attn_boundary(const AttnBoundaryParams& p, const Launch& l) {
-  if (p.tokens <= kBoundary8Tokens)
+  if (p.tokens <= kAttn8Tokens)
     return launch(attn_boundary_kernel<8, 256>, dim3(8 * p.tokens), dim3(256), 0, l, p);
   if (p.tokens <= kBoundary4Tokens)
     return launch(attn_boundary_kernel<4, 512>, dim3(4 * p.tokens), dim3(512), 0, l, p);
@@ -33,7 +33,7 @@ int attn_boundary(const AttnBoundaryParams& p, const Launch& l) {
 }
 
 int ffn_boundary(const FfnBoundaryParams& p, const Launch& l) {
-  if (p.tokens <= kBoundary8Tokens)
+  if (p.tokens <= kFfn8Tokens)
     return launch(ffn_boundary_kernel<8, 256>, dim3(8 * p.tokens), dim3(256), 0, l, p);
   if (p.tokens <= kBoundary4Tokens)
     return launch(ffn_boundary_kernel<4, 512>, dim3(4 * p.tokens), dim3(512), 0, l, p);
