@@ -38,7 +38,7 @@ pub struct PlanKey {
     pub tokens: u32,
     /// B: requests, zero-length ones included.
     pub requests: u32,
-    /// Bound on a request's query length.
+    /// Bound on a request's query length (cut to `tokens` in the plan).
     pub max_q_len: u32,
     /// Valid columns of the page table.
     pub table_width: u32,
@@ -100,7 +100,6 @@ impl PlanKey {
         };
         limit("tokens", MAX_TOKENS as u64, self.tokens as u64)?;
         limit("requests", MAX_REQUESTS as u64, self.requests as u64)?;
-        limit("max_q_len", self.tokens as u64, self.max_q_len as u64)?;
         check_page_size(self.page_size as usize)?;
         let columns = self.table_width as u64 * self.page_size as u64;
         limit("table_width * page_size", MAX_TABLE_TOKENS, columns)?;
@@ -129,6 +128,21 @@ impl PlanKey {
             return Err(Error::Value { what: "route_bound".into(), wanted: "at least 1".into(), got: "0".into() });
         }
         Ok(())
+    }
+}
+
+impl PlanKey {
+    /// Choices that the CUDA backend does not have.
+    fn validate_cuda(&self) -> Result<()> {
+        let unsupported = |what: String| Err(Error::Unsupported { backend: "CUDA", what });
+        match self.query {
+            QueryPrecision::Fp16 | QueryPrecision::E4m3 => {}
+            other => return unsupported(format!("query precision {other} (fp16 and e4m3 are)")),
+        }
+        match self.engine {
+            AttentionEngine::Own => Ok(()),
+            AttentionEngine::Fa3 => unsupported("the attention engine fa3 in this build".into()),
+        }
     }
 }
 
@@ -221,9 +235,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Decides everything for `key`. Pure: the same arguments give the same plan anywhere.
-    pub fn new(key: PlanKey, experts: WeightKind, sm_count: u32) -> Result<Plan> {
+    /// Decides everything for `key` on a GPU of `sm_count` multiprocessors (0: the CPU backend, for which
+    /// the launches mean nothing). Pure: the same arguments give the same plan anywhere.
+    pub fn new(mut key: PlanKey, experts: WeightKind, sm_count: u32) -> Result<Plan> {
         key.validate()?;
+        if sm_count > 0 {
+            key.validate_cuda()?;
+        }
+        key.max_q_len = key.max_q_len.min(key.tokens);
         let launches = heuristics::choose(&key, experts, sm_count.max(1));
         Ok(Plan::with_launches(key, launches, sm_count))
     }

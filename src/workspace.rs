@@ -261,10 +261,13 @@ impl Workspace {
     /// The regions of `plan` in this workspace.
     #[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code))]
     pub(crate) fn layout(&self, plan: &Plan) -> Result<Layout> {
-        if self.bytes < plan.workspace_bytes {
-            return Err(too_small(plan.workspace_bytes, self.bytes));
+        // Measured here again: a plan is plain data that anyone may have written.
+        let layout = Layout::carve(plan, self.base);
+        let wanted = layout.end - self.base;
+        if self.bytes < wanted {
+            return Err(too_small(wanted, self.bytes));
         }
-        Ok(Layout::carve(plan, self.base))
+        Ok(layout)
     }
 }
 

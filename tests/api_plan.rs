@@ -1,7 +1,7 @@
 //! Plans: limits by name, printing, and that they survive serialisation.
 
 use muse_spark_layer::plan::{MAX_REQUESTS, MAX_TOKENS};
-use muse_spark_layer::{LayerKind, Plan, PlanKey, QueryPrecision, WeightKind};
+use muse_spark_layer::{AttentionEngine, LayerKind, Plan, PlanKey, QueryPrecision, WeightKind};
 use rstest::rstest;
 
 fn plan(key: PlanKey) -> Plan {
@@ -14,7 +14,8 @@ fn plan(key: PlanKey) -> Plan {
 #[case(PlanKey { page_size: 48, ..PlanKey::decode(8, 64) }, "page_size: wanted a power of two from 1 to 256, got 48")]
 #[case(PlanKey { page_size: 512, ..PlanKey::decode(8, 64) }, "page_size: wanted a power of two")]
 #[case(PlanKey { page_size: 0, ..PlanKey::decode(8, 64) }, "page_size: wanted a power of two")]
-#[case(PlanKey { max_q_len: 9, ..PlanKey::decode(8, 64) }, "max_q_len: 9 is past the limit of 8")]
+#[case(PlanKey { query: QueryPrecision::Bf16, ..PlanKey::decode(8, 64) }, "CUDA backend: query precision bf16 (fp16 and e4m3 are)")]
+#[case(PlanKey { engine: AttentionEngine::Fa3, ..PlanKey::decode(8, 64) }, "CUDA backend: the attention engine fa3 in this build")]
 #[case(PlanKey { max_q_len: 0, ..PlanKey::decode(8, 64) }, "max_q_len: wanted at least 1")]
 #[case(PlanKey { max_q_len: 1, ..PlanKey::block(2, 8, 64) }, "max_q_len: wanted at least tokens / requests = 16 / 2, got 1")]
 #[case(PlanKey { table_width: 0, ..PlanKey::decode(8, 64) }, "table_width: wanted at least 1")]
@@ -62,6 +63,12 @@ fn plans_are_plain_data() {
 #[test]
 fn the_same_key_gives_the_same_plan() {
     assert_eq!(plan(PlanKey::decode(9, 8192)), plan(PlanKey::decode(9, 8192)));
+}
+
+#[test]
+fn a_generous_bound_on_the_query_length_costs_nothing() {
+    let generous = PlanKey { max_q_len: 4096, ..PlanKey::decode(1, 8192) };
+    assert_eq!(plan(generous), plan(PlanKey::decode(1, 8192)));
 }
 
 #[test]

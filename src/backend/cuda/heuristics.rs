@@ -34,8 +34,9 @@ const VERIFY_TOKENS: u32 = 8;
 const TILED_TOKENS: u32 = 128;
 /// Up to this many tokens a tiled projection is split along K: its FP32 partials are written and read again.
 const TILED_SPLIT_TOKENS: u32 = 640;
-/// Keys of a tile of the tiled attention kernel.
+/// Keys, and query tokens, of a tile of the tiled attention kernel.
 const KEY_TILE: u64 = 128;
+const QUERY_TILE: u64 = 24;
 
 /// The launches of a step for `key` on a device of `sm_count` multiprocessors.
 pub fn choose(key: &PlanKey, experts: WeightKind, sm_count: u32) -> Launches {
@@ -124,7 +125,7 @@ fn attention(key: &PlanKey, sm_count: u32) -> AttentionPlan {
         keys = keys.min(window as u64 + key.max_q_len as u64);
     }
     if tiled {
-        return AttentionPlan { tiled, splits: 1, window, kv_scratch_bytes: tiled_scratch(key, keys) };
+        return AttentionPlan { tiled, splits: 1, window, kv_scratch_bytes: tiled_scratch(key, keys, window) };
     }
     // One wave over all requests: two CTAs a SM of the decode kernel, one of the verify kernel, which takes
     // tiles of 8 query tokens. No split of fewer keys than are worth a CTA.
@@ -135,16 +136,33 @@ fn attention(key: &PlanKey, sm_count: u32) -> AttentionPlan {
     AttentionPlan { tiled, splits, window, kv_scratch_bytes: 0 }
 }
 
-/// A bound on what `csrc/attention/attention_tiled_plan.h` carves: FP16 tiles of every visible key (K and V
-/// of two heads: 512 bytes a key), 32 bytes a tile, and the FP32 partials of up to 16 key splits, which
-/// only short blocks use.
-fn tiled_scratch(key: &PlanKey, keys: u64) -> u64 {
+/// What `csrc/attention/attention_tiled_plan.h` carves, rounded up: FP16 tiles of every visible key (K and V
+/// of two heads: 512 bytes a key), 32 bytes a tile, and the FP32 partials of its key splits. The launcher
+/// refuses scratch that is too small.
+fn tiled_scratch(key: &PlanKey, keys: u64, window: u32) -> u64 {
     let (tokens, requests) = (key.tokens as u64, key.requests as u64);
-    let tiles = keys.div_ceil(KEY_TILE) + 1;
-    let images = requests * tiles * (KEY_TILE * 4 * m::KV_SIZE as u64 + 32);
-    let splits = if tokens <= 2048 { 16 } else { 4 };
-    let partials = tokens * m::Q_HEADS as u64 * splits * (m::HEAD_DIM as u64 + 2) * 4;
+    let tiles = keys.div_ceil(KEY_TILE);
+    let images = requests * (tiles + 1) * (KEY_TILE * 4 * m::KV_SIZE as u64 + 32);
+    let seen = if window > 0 { (window as u64).div_ceil(KEY_TILE) + 1 } else { tiles }.min(tiles);
+    let query_tiles = (tokens / QUERY_TILE + requests).min(tokens);
+    let splits = tiled_splits(query_tiles * m::KV_HEADS as u64, seen, tokens);
+    let partials = if splits > 1 { tokens * m::Q_HEADS as u64 * splits * (m::HEAD_DIM as u64 + 2) * 4 } else { 0 };
     (images + partials + 1024).next_multiple_of(256)
+}
+
+/// Key splits of the tiled attention kernel: its own choice (`choose_splits` there), by the same arithmetic.
+fn tiled_splits(items: u64, key_tiles: u64, tokens: u64) -> u64 {
+    const SMS: u64 = 132;
+    let (mut best, mut best_cost) = (1, 1e30);
+    for s in (1..=16).take_while(|&s| s == 1 || key_tiles >= 2 * s) {
+        let waves = (items * s).div_ceil(SMS) as f64;
+        let join = if s > 1 { 2.0 + tokens as f64 * s as f64 * 0.0018 } else { 0.0 };
+        let cost = waves * (key_tiles as f64 / s as f64 + 3.0) + join;
+        if cost < best_cost * 0.97 {
+            (best, best_cost) = (s, cost);
+        }
+    }
+    best
 }
 
 /// Routes that land here: one a token is the mean, the busiest rank gets about twice that, and 8 a token
