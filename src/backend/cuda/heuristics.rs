@@ -15,8 +15,8 @@ pub const SKINNY_TOKENS: u32 = 128;
 pub const ROUTER_ROWS_TOKENS: u32 = 64;
 /// Query lengths above this take the tiled attention kernel.
 pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
-/// Up to this many tokens the experts take the few-token kernel.
-pub const FEW_TOKENS: u32 = 2;
+/// Up to this many tokens the experts take the few-token kernel: it wins on one or two experts only.
+pub const FEW_TOKENS: u32 = 1;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
 /// Up to this many tokens one pass covers every route there can be.
