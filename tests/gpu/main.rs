@@ -1,0 +1,10 @@
+//! Everything that needs a GPU, in one binary that carries its data (synthetic, from integers): the
+//! operations and the layer against the CPU reference at full size, capture and replay. Built anywhere;
+//! without a Hopper GPU each test says that it is skipped and passes.
+#![cfg(feature = "cuda")]
+#![allow(unsafe_code)]
+
+mod capture;
+mod harness;
+mod layer;
+mod operations;
