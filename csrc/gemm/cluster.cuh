@@ -10,7 +10,9 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 // All threads of the cluster meet. Relaxed: it publishes nothing but barriers already fenced by
 // mbar_init_fence; the releasing form costs a device-wide fence.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // Arrives on the barrier at the same shared-memory offset in CTA `rank` of the cluster. It says only that
 // this warp's wgmmas have read a stage, so it carries no cluster-wide release (that would be a device-wide

@@ -20,12 +20,12 @@ bool valid(const DenseParams& p) {
 }
 
 template <class C>
-int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger, int l2_steps, int rotate) {
+int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger, int l2_steps) {
   if (p.rows % (C::kMT * kTileRows)) return kInvalid;
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
-  const SkinnyArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.rows, p.k / kTileK, p.splits, p.out_stride,
-                     p.splits == 1 && !p.out_f32, late_trigger, l2_steps, rotate};
+  const SkinnyArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.rows, p.k / kTileK, p.splits,
+                     p.out_stride, p.splits == 1 && !p.out_f32, late_trigger, l2_steps};
   const dim3 grid(p.rows / (C::kMT * kTileRows) * p.splits, (p.tokens + C::kN - 1) / C::kN);
   return launch(skinny_kernel<C>, grid, dim3(C::kThreads), C::kShared, l, map, a);
 }
@@ -42,8 +42,8 @@ int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
   }
   const int token_clusters = (p.tokens + C::kTokens * C::kCM - 1) / (C::kTokens * C::kCM);
   const int row_tiles = p.rows / C::kRows;
-  const TiledArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.planes, p.splits,
-                    token_clusters, row_tiles, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
+  const TiledArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.planes,
+                    p.splits, token_clusters, row_tiles, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
   const int64_t items = int64_t(p.splits) * token_clusters * row_tiles;
   const int clusters = static_cast<int>(std::min<int64_t>(items, l.sm_count / C::kCM));
   return launch(tiled_kernel<C>, dim3(clusters * C::kCM), dim3(C::kThreads), C::kShared, l, map, out_map, a);
@@ -77,11 +77,16 @@ int with_skinny(int tile_n, F f) {
   return kInvalid;
 }
 
+template <class Kernel, class C>
+int prepare(Kernel* kernel, C) {
+  return prepare_kernel(kernel, C::kShared);
+}
+
 int dense(const DenseParams& p, const Launch& l, int late_trigger) {
   if (!valid(p)) return kInvalid;
   if (p.tokens == 0) return 0;
   if (p.tile_n != 0)
-    return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger, 0, 0); });
+    return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger, 0); });
   const int steps = p.k / kTileK * (p.planes == 3 ? kPlaneProducts : 1);
   return with_tiled(choose_tiled(p.tokens, p.rows, steps, p.splits, p.splits > 1 || p.out_f32, l.sm_count),
                     [&](auto c) { return launch_tiled<decltype(c)>(p, l, late_trigger); });
@@ -99,8 +104,9 @@ int router_planes(const DenseParams& p, const Launch& l) { return p.planes == 3 
 int pack_dense(const PackDenseParams& p, const Launch& l) {
   if (p.rows < 0 || p.rows % kTileRows || p.k <= 0 || p.k % kTileK) return kInvalid;
   const int64_t chunks = int64_t(p.rows) * p.k / 8;
-  return launch(pack_dense_kernel, dim3(static_cast<unsigned>((chunks + kPackThreads - 1) / kPackThreads)), dim3(kPackThreads), 0, l,
-                static_cast<const uint4*>(p.src), static_cast<uint8_t*>(p.dst), chunks, p.k);
+  const dim3 grid(static_cast<unsigned>((chunks + kPackThreads - 1) / kPackThreads));
+  return launch(pack_dense_kernel, grid, dim3(kPackThreads), 0, l, static_cast<const uint4*>(p.src),
+                static_cast<uint8_t*>(p.dst), chunks, p.k);
 }
 
 int pack_router(const PackRouterParams& p, const Launch& l) {
@@ -112,9 +118,9 @@ int pack_router(const PackRouterParams& p, const Launch& l) {
 int prepare_dense() {
   if (!encode_tiled()) return static_cast<int>(cudaErrorInitializationError);
   for (int n : {8, 16, 32, 64, 96, 128})
-    if (int e = with_skinny(n, [](auto c) { return prepare_kernel(skinny_kernel<decltype(c)>, decltype(c)::kShared); })) return e;
+    if (int e = with_skinny(n, [](auto c) { return prepare(skinny_kernel<decltype(c)>, c); })) return e;
   for (const TiledShape& s : kTiledShapes)
-    if (int e = with_tiled(s, [](auto c) { return prepare_kernel(tiled_kernel<decltype(c)>, decltype(c)::kShared); })) return e;
+    if (int e = with_tiled(s, [](auto c) { return prepare(tiled_kernel<decltype(c)>, c); })) return e;
   if (int e = prepare_kernel(pack_dense_kernel, 0)) return e;
   return prepare_kernel(pack_router_kernel, 0);
 }

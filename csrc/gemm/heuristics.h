@@ -11,9 +11,9 @@
 //   unpooler  (2; 1, 1)    16.6 (19.5)  17.7 (19.9)  19.4 (21.4)  21.0 (21.9)  30.3 (28)    48 (46)
 //   its slice (8)          3.0 (7.7)
 //
-//   The four in a chain: 130 MB at one token 33 us (3.9 TB/s), 189 MB at 16 / 32 / 64 / 128 tokens 49 / 51 / 54 / 63 us.
-//   8192 tokens, runs taken in turn with cuBLAS's: o 212 (213), unpooler 826 (835), pooler 790 (800), qkv_gate 450 (435);
-//   mainloop 1028 of 1024 clocks a step, clocks at 1.3 to 1.6 GHz under the power limit.
+//   The four in a chain: 130 MB at one token 33 us (3.9 TB/s), 189 MB at 16 / 32 / 64 / 128 tokens 49 / 51 / 54 /
+//   63 us. 8192 tokens, runs taken in turn with cuBLAS's: o 212 (213), unpooler 826 (835), pooler 790 (800),
+//   qkv_gate 450 (435); mainloop 1028 of 1024 clocks a step, clocks at 1.3 to 1.6 GHz under the power limit.
 //
 // What did not help: clusters sharing the skinny kernel's token tiles; two m-tiles a CTA; a token ring shallower
 // than the weights' (tokens queue behind weights in the copy engine, so they want the same depth); other orders

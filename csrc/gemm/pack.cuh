@@ -7,7 +7,8 @@ namespace msl {
 
 constexpr int kPackThreads = 256;
 
-__global__ void __launch_bounds__(kPackThreads) pack_dense_kernel(const uint4* src, uint8_t* dst, int64_t chunks, int k) {
+__global__ void __launch_bounds__(kPackThreads) pack_dense_kernel(const uint4* src, uint8_t* dst, int64_t chunks,
+                                                                  int k) {
   pdl_launch();
   pdl_wait();
   const int64_t i = int64_t(blockIdx.x) * kPackThreads + threadIdx.x;
@@ -17,7 +18,8 @@ __global__ void __launch_bounds__(kPackThreads) pack_dense_kernel(const uint4* s
 }
 
 // FP32 -> three BF16 planes that sum to it: each plane is the rounded remainder of those before.
-__global__ void __launch_bounds__(kPackThreads) pack_router_kernel(const float* src, uint8_t* dst, int64_t chunks, int k) {
+__global__ void __launch_bounds__(kPackThreads) pack_router_kernel(const float* src, uint8_t* dst, int64_t chunks,
+                                                                   int k) {
   pdl_launch();
   pdl_wait();
   const int64_t i = int64_t(blockIdx.x) * kPackThreads + threadIdx.x;

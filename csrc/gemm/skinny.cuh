@@ -26,7 +26,6 @@ struct SkinnyArgs {
   int32_t bf16;            // output type
   int32_t late_trigger;    // 1: pdl_launch only after pdl_wait (the pooler)
   int32_t l2_steps;        // steps past the weights' ring that are brought to L2 before the wait
-  int32_t rotate;          // CTA i begins its k range rotate * i steps in, and wraps round
 };
 
 template <int kN_, int kMT_, int kW_, int kX_>
@@ -53,24 +52,23 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
   auto tokens_of = [&](int stage) { return ring + kW * kMT * kTileBytes + stage * C::kTokenBytes; };
 
   const int group = blockIdx.x / a.splits, split = blockIdx.x % a.splits;
-  const int k_begin = split_begin(split, a.splits, a.k_tiles), k_end = split_begin(split + 1, a.splits, a.k_tiles);
-  const int steps = k_end - k_begin;
+  const int k_begin = split_begin(split, a.splits, a.k_tiles);
+  const int steps = split_begin(split + 1, a.splits, a.k_tiles) - k_begin;
   const int token_begin = blockIdx.y * kN;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint8_t* weight = a.weight + int64_t(group) * kMT * a.k_tiles * kTileBytes;
-  const int first = k_begin + (a.rotate * blockIdx.x) % steps;
-  auto k_of = [&](int step) { return first + step < k_end ? first + step : first + step - steps; };
+  const uint8_t* weight = a.weight + (int64_t(group) * kMT * a.k_tiles + k_begin) * kTileBytes;
 
   auto load_weights = [&](int step, int stage) {
     mbar_expect_tx(&weights_full[stage], kMT * kTileBytes);
 #pragma unroll
     for (int mt = 0; mt < kMT; mt++)
-      bulk_load(weights_of(stage) + mt * kTileBytes, weight + (int64_t(mt) * a.k_tiles + k_of(step)) * kTileBytes,
-                kTileBytes, &weights_full[stage]);
+      bulk_load(weights_of(stage) + mt * kTileBytes, weight + (int64_t(mt) * a.k_tiles + step) * kTileBytes, kTileBytes,
+                &weights_full[stage]);
   };
   auto load_tokens = [&](int step, int stage) {
     mbar_expect_tx(&tokens_full[stage], C::kTokenBytes);
-    tma_load_2d(tokens_of(stage), &token_map, k_of(step) * kTileK, token_begin, &tokens_full[stage], kEvictLast);
+    tma_load_2d(tokens_of(stage), &token_map, (k_begin + step) * kTileK, token_begin, &tokens_full[stage],
+                kEvictLast);
   };
 
   const bool is_producer = warp == 4 * kMT && lane == 0;
@@ -85,7 +83,7 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
     for (int i = kW; i < min(kW + a.l2_steps, steps); i++)
 #pragma unroll
       for (int mt = 0; mt < kMT; mt++)
-        bulk_prefetch_l2(weight + (int64_t(mt) * a.k_tiles + k_of(i)) * kTileBytes, kTileBytes);
+        bulk_prefetch_l2(weight + (int64_t(mt) * a.k_tiles + i) * kTileBytes, kTileBytes);
     tma_prefetch_descriptor(&token_map);
   }
   __syncthreads();

@@ -17,7 +17,8 @@ inline EncodeTiled encode_tiled() {
   static const EncodeTiled found = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult status;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &status) != cudaSuccess ||
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &status) !=
+            cudaSuccess ||
         status != cudaDriverEntryPointSuccess)
       f = nullptr;
     return reinterpret_cast<EncodeTiled>(f);
@@ -25,16 +26,18 @@ inline EncodeTiled encode_tiled() {
   return found;
 }
 
-inline int bf16_rows_map(CUtensorMap* map, const void* base, int64_t columns, int64_t rows, int64_t stride, int box_rows) {
+inline int bf16_rows_map(CUtensorMap* map, const void* base, int64_t columns, int64_t rows, int64_t stride,
+                         int box_rows) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return static_cast<int>(cudaErrorInitializationError);
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
   const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[2] = {1, 1};
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base), dims, strides, box, steps,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base), dims, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return static_cast<int>(r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue);
 }
 

@@ -1,14 +1,14 @@
 // The tiled projection: many tokens. Bound by the tensor cores from a few hundred tokens, by the weights'
 // bytes below.
 //
-// A CTA tile is 128 tokens x kRows weight rows (kRows = kR consecutive m-tiles of 64); tokens stand on M, weights on N. Two
-// consumer warpgroups own 64 tokens each and all rows: wgmma m64n(kRows)k16, the widest instruction, which
-// re-reads the least shared memory. A persistent grid walks (split, tile) items; tiles are ordered so that the CTAs at
-// work at one time share few token tiles and few row tiles in L2 (tile_of).
+// A CTA tile is 128 tokens x kRows weight rows (kRows = kR consecutive m-tiles of 64); tokens stand on M,
+// weights on N. Two consumer warpgroups own 64 tokens each and all rows: wgmma m64n(kRows)k16, the widest
+// instruction, which re-reads the least shared memory. A persistent grid walks (split, tile) items; tiles are
+// ordered so that the CTAs at work at one time share few token tiles and few row tiles in L2 (tile_of).
 //
-// A cluster of kCM = 2 CTAs takes two token tiles of one row tile; each loads half of the weights and multicasts it to both.
-// It is for a few token tiles, where L2 traffic bounds (heuristics.h); the mainloop of a full grid runs at the tensor
-// cores' rate without it.
+// A cluster of kCM = 2 CTAs takes two token tiles of one row tile; each loads half of the weights and
+// multicasts it to both. It is for a few token tiles, where L2 traffic bounds (heuristics.h); the mainloop of a
+// full grid runs at the tensor cores' rate without it.
 //
 // Pipeline: a ring of stages of one k tile each: tokens 16 KB by TMA (rows past T arrive as zeros), weights
 // kR x 8 KB by bulk copies. One producer thread; its warpgroup gives its registers to the consumers (setmaxnreg).
@@ -64,6 +64,11 @@ struct TiledWork {
   int split, k_begin, k_end;
 };
 
+__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 template <class C>
 __device__ __forceinline__ TiledWork tile_of(const TiledArgs& a, int item, int rank) {
   const int tiles = a.token_clusters * a.row_tiles;
@@ -107,7 +112,8 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
     const int plane = a.planes == 3 ? weight_plane(i % kPlaneProducts) : 0;
     mbar_expect_tx(&full[stage], C::kStageBytes);
     constexpr int kPart = kTileBytes / C::kCM;
-    const uint8_t* src = a.weight + (int64_t(w.row_tile) * a.k_tiles * a.planes + plane * a.k_tiles + k) * kTileBytes + rank * kPart;
+    const int64_t tile = int64_t(w.row_tile) * a.k_tiles * a.planes + plane * a.k_tiles + k;
+    const uint8_t* src = a.weight + tile * kTileBytes + rank * kPart;
     uint8_t* dst = weights_of(stage) + rank * kPart;
 #pragma unroll
     for (int r = 0; r < kR; r++, src += int64_t(a.k_tiles) * a.planes * kTileBytes, dst += kTileBytes) {
@@ -229,10 +235,7 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
         for (int j = 0; j < kRows / 8; j += 2) {
           uint32_t v[4];
 #pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
-            v[i] = *reinterpret_cast<const uint32_t*>(&pair);
-          }
+          for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
           store_matrix_x4(p + (j / 8) * kTileBytes + ((chunk ^ (j % 8)) << 4), v);
         }
         fence_proxy_async();
@@ -252,17 +255,15 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
             float* out = static_cast<float*>(a.out) + (int64_t(w.split) * a.tokens + t) * a.out_stride + column + 2 * c;
 #pragma unroll
             for (int j = 0; j < kRows / 8; j++)
-              if (valid) *reinterpret_cast<float2*>(out + 8 * j) = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
+              if (valid)
+                *reinterpret_cast<float2*>(out + 8 * j) = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
           } else {
             __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + int64_t(t) * a.out_stride + column + 8 * c;
 #pragma unroll
             for (int j = 0; j < kRows / 8; j += 4) {
               uint32_t v[4];
 #pragma unroll
-              for (int i = 0; i < 4; i++) {
-                const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[4 * (j + i) + 2 * h], acc[4 * (j + i) + 2 * h + 1]);
-                v[i] = *reinterpret_cast<const uint32_t*>(&pair);
-              }
+              for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[4 * (j + i) + 2 * h], acc[4 * (j + i) + 2 * h + 1]);
               // Lane c of the quad ends with the eight columns of tile j + c.
               const bool o1 = c & 1, o2 = c & 2;
               uint32_t s = __shfl_xor_sync(~0u, o1 ? v[0] : v[1], 1), u = __shfl_xor_sync(~0u, o1 ? v[2] : v[3], 1);

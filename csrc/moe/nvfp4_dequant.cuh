@@ -26,7 +26,9 @@ __device__ __forceinline__ void expand_steps(uint32_t even, uint32_t odd, uint32
   a_odd[0] = mul_bf16x2(odd & kCodeMask, scale0);
   a_odd[1] = mul_bf16x2(rotate_right(odd, 4) & kCodeMask, scale1);
   a_odd[2] = mul_bf16x2((odd << 6) & kCodeMask, scale0);
-  const uint32_t merged = (even & kLeftoverMask) | (rotate_right(odd, 32 - kMergeShift) & ~kLeftoverMask);
+  const uint32_t moved = rotate_right(odd, 32 - kMergeShift);
+  uint32_t merged;  // the bits of `even` under the mask, of `moved` elsewhere: one LOP3 (the compiler makes two)
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(merged) : "r"(even), "r"(moved), "n"(kLeftoverMask));
   a_even[3] = mul_bf16x2((merged << 2) & kCodeMask, scale1);
   a_odd[3] = mul_bf16x2(rotate_right(merged, 8) & kCodeMask, scale1);
 }

@@ -12,6 +12,9 @@
 // of 32 is chosen so that a thread's weights and its share of h are contiguous: thread c of a quad has columns
 // 8 c .. 8 c + 7, which stand for the fragment's k = 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of two k16 steps. The warps
 // that share experts add their sums through shared memory, in order.
+//
+// 168 registers a thread: with those of attn_boundary (512 threads of 40) they fill the SM, so that the weights
+// come while the boundary runs.
 #pragma once
 #include "router.cuh"
 
@@ -48,12 +51,53 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// kTiles column tiles of 8 tokens at once by a warp: 16 experts, 128 columns. `x` is this thread's place in the
+// first token row of its quad; `sums` its first token and expert.
+template <int kTiles, int kPlaneBytes, int kStride>
+__device__ __forceinline__ void multiply_tiles(const uint32_t (&a)[3][8][4], const uint8_t* x, float* sums, int sum_stride) {
+  // Four chains of additions a tile: by order of magnitude, and the smallest in two.
+  float high[kTiles][4] = {}, middle[kTiles][4] = {}, low[kTiles][4] = {}, low2[kTiles][4] = {};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    uint4 b[kTiles][3];
+#pragma unroll
+    for (int t = 0; t < kTiles; t++)
+#pragma unroll
+      for (int plane = 0; plane < 3; plane++)
+        b[t][plane] = *reinterpret_cast<const uint4*>(x + plane * kPlaneBytes + t * 8 * kStride + j * 64);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int s = 2 * j + h;
+      // Product after product over the tiles, so that a chain's next addition is not the next instruction.
+      const auto product = [&](float (&d)[kTiles][4], int weight_plane, int token_plane) {
+#pragma unroll
+        for (int t = 0; t < kTiles; t++) {
+          const uint4& v = b[t][token_plane];
+          mma_bf16(d[t], a[weight_plane][s], h == 0 ? v.x : v.z, h == 0 ? v.y : v.w);
+        }
+      };
+      product(high, 0, 0);
+      product(middle, 0, 1);
+      product(low, 1, 1);
+      product(low2, 0, 2);
+      product(middle, 1, 0);
+      product(low2, 2, 0);
+    }
+  }
+  // d[0], d[1]: expert g, tokens 2 c, 2 c + 1; d[2], d[3]: expert g + 8.
+#pragma unroll
+  for (int t = 0; t < kTiles; t++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      sums[(t * 8 + (i & 1)) * sum_stride + (i >> 1) * 8] = high[t][i] + (middle[t][i] + (low[t][i] + low2[t][i]));
+}
+
 template <int kSplits>
-__global__ void __launch_bounds__(kRouterThreads) router_mma_kernel(const RouterParams p) {
+__global__ void __maxnreg__(168) router_mma_kernel(const RouterParams p) {
   using S = RouterMmaShape<kSplits>;
   extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int kSumStride = 24;  // floats: eight experts' pairs of tokens fall into different banks
-  __shared__ __align__(16) float sums[S::kParts][S::kRows][kSumStride];
+  // Two rows are 8 banks apart: the quad's tokens and the eight experts of a store meet no conflict.
+  __shared__ float sums[S::kParts][kMmaTokens][S::kRows + 4];
   pdl_launch();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int g = lane >> 2, c = lane & 3;
@@ -72,18 +116,23 @@ __global__ void __launch_bounds__(kRouterThreads) router_mma_kernel(const Router
         raw[j][r][h] = load_weight(p.weight + int64_t(row + g + 8 * r) * kHidden + k + part * 128 + j * 32 + c * 8 + h * 4);
   pdl_wait();
 
-  const __nv_bfloat16* planes = static_cast<const __nv_bfloat16*>(p.ffn_input) + k;
-  const auto load = [&](int first, uint8_t* buffer) {
-    constexpr int kPieces = S::kSlice / 8;  // of 16 bytes in a row
-    const int n = min(kMmaTokens, p.tokens - first);
-    for (int i = threadIdx.x; i < n * 3 * kPieces; i += kRouterThreads) {
-      const int line = i / kPieces, piece = i % kPieces;  // line = token * 3 + plane, as in memory
-      cp_async16(buffer + (line % 3) * S::kPlaneBytes + (line / 3) * S::kStride + piece * 16,
-                 planes + (int64_t(first) * 3 + line) * kHidden + piece * 8);
+  // A thread brings the same 16 bytes of every kLines-th (plane, token): constant strides, no index arithmetic.
+  constexpr int kPieces = S::kSlice / 8, kLines = kRouterThreads / kPieces;
+  const int piece = threadIdx.x % kPieces, line = threadIdx.x / kPieces;
+  const __nv_bfloat16* src = static_cast<const __nv_bfloat16*>(p.ffn_input) + k + int64_t(line) * 3 * kHidden + piece * 8;
+  uint8_t* dst = shared + line * S::kStride + piece * 16;
+  const auto load = [&](int first, uint8_t* to) {
+    const __nv_bfloat16* from = src + int64_t(first) * 3 * kHidden;
+#pragma unroll
+    for (int t = 0; t < kMmaTokens; t += kLines) {
+      if (first + line + t < p.tokens) {
+#pragma unroll
+        for (int plane = 0; plane < 3; plane++)
+          cp_async16(to + plane * S::kPlaneBytes + t * S::kStride, from + (t * 3 + plane) * kHidden);
+      }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
   };
-  load(0, shared);
+  load(0, dst);
 
   uint32_t a[3][8][4];  // [plane][k16 step][fragment word]
 #pragma unroll
@@ -102,47 +151,18 @@ __global__ void __launch_bounds__(kRouterThreads) router_mma_kernel(const Router
     const int n = min(kMmaTokens, p.tokens - first);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();  // this chunk is there; the one before, and its sums, are done with
-    if (first + kMmaTokens < p.tokens) load(first + kMmaTokens, shared + (buffer ^ 1) * S::kBufferBytes);
+    if (first + kMmaTokens < p.tokens) load(first + kMmaTokens, dst + (buffer ^ 1) * S::kBufferBytes);
     const uint8_t* x = shared + buffer * S::kBufferBytes + g * S::kStride + part * 256 + c * 16;
-    for (int tile = 0; tile < n; tile += 8) {
-      float high[4] = {}, middle[4] = {}, low[4] = {}, low2[4] = {};  // four chains of additions
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        uint4 b[3];
-#pragma unroll
-        for (int plane = 0; plane < 3; plane++)
-          b[plane] = *reinterpret_cast<const uint4*>(x + plane * S::kPlaneBytes + tile * S::kStride + j * 64);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int s = 2 * j + h;
-          uint32_t b0[3], b1[3];
-#pragma unroll
-          for (int plane = 0; plane < 3; plane++) {
-            b0[plane] = h == 0 ? b[plane].x : b[plane].z;
-            b1[plane] = h == 0 ? b[plane].y : b[plane].w;
-          }
-          mma_bf16(high, a[0][s], b0[0], b1[0]);
-          mma_bf16(middle, a[0][s], b0[1], b1[1]);
-          mma_bf16(low, a[1][s], b0[1], b1[1]);
-          mma_bf16(middle, a[1][s], b0[0], b1[0]);
-          mma_bf16(low2, a[0][s], b0[2], b1[2]);
-          mma_bf16(low2, a[2][s], b0[0], b1[0]);
-        }
-      }
-      // high[0], [1]: expert g, tokens 2 c, 2 c + 1; [2], [3]: expert g + 8.
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        *reinterpret_cast<float2*>(&sums[part][block_row + g + 8 * r][tile + 2 * c]) =
-            make_float2(high[2 * r] + (middle[2 * r] + (low[2 * r] + low2[2 * r])),
-                        high[2 * r + 1] + (middle[2 * r + 1] + (low[2 * r + 1] + low2[2 * r + 1])));
-    }
+    float* mine = &sums[part][2 * c][block_row + g];
+    if (n > 8) multiply_tiles<2, S::kPlaneBytes, S::kStride>(a, x, mine, S::kRows + 4);
+    else multiply_tiles<1, S::kPlaneBytes, S::kStride>(a, x, mine, S::kRows + 4);
     __syncthreads();
     float* out = p.logits + (int64_t(split) * p.tokens + first) * kExperts + blockIdx.x / kSplits * S::kRows;
     for (int i = threadIdx.x; i < n * S::kRows; i += kRouterThreads) {
       const int token = i / S::kRows, expert = i % S::kRows;
-      float sum = sums[0][expert][token];
+      float sum = sums[0][token][expert];
 #pragma unroll
-      for (int q = 1; q < S::kParts; q++) sum += sums[q][expert][token];
+      for (int q = 1; q < S::kParts; q++) sum += sums[q][token][expert];
       out[int64_t(token) * kExperts + expert] = sum;
     }
   }

@@ -31,17 +31,21 @@ fn distances(config: &LayerConfig, carried: &[f32], stream: &[f32], got: &StepOu
         sorted(&got.topk_ids) == sorted(&want.topk_ids)
     };
     let kept: Vec<usize> = (0..tokens).filter(|t| same(*t)).collect();
-    assert!((tokens - kept.len()) * 20 <= tokens.max(20), "{} of {tokens} tokens chose other experts", tokens - kept.len());
+    assert!(
+        (tokens - kept.len()) * 20 <= tokens.max(20),
+        "{} of {tokens} tokens chose other experts",
+        tokens - kept.len()
+    );
     let update = |out: &[f32]| -> Vec<f32> {
-        kept.iter().flat_map(|t| (0..h).map(move |i| (t * h + i, i))).map(|(j, i)| out[j] - carried[i] * stream[j]).collect()
+        kept.iter()
+            .flat_map(|t| (0..h).map(move |i| (t * h + i, i)))
+            .map(|(j, i)| out[j] - carried[i] * stream[j])
+            .collect()
     };
     let hidden = |out: &[half::bf16]| -> Vec<f32> {
         kept.iter().flat_map(|t| out[t * h..][..h].iter().map(|v| v.to_f32())).collect()
     };
-    (
-        relative_l2(&update(&got.stream), &update(&want.stream)),
-        relative_l2(&hidden(&got.hidden), &hidden(&want.hidden)),
-    )
+    (relative_l2(&update(&got.stream), &update(&want.stream)), relative_l2(&hidden(&got.hidden), &hidden(&want.hidden)))
 }
 
 fn compare(gpu: &Gpu, cuda: &DecoderLayer, cpu: &CpuLayer, spec: &StepSpec, query: QueryPrecision, rank: usize) {
@@ -67,7 +71,10 @@ fn whole(
 
 /// Ranges of experts that begin anywhere and wrap at 256, and another rank's slice of the unpooler.
 #[rstest]
-fn range_and_rank(#[values(0, 32, 128, 224, 240, 255)] local_start: i32, #[values("decode-8", "decode-33")] name: &str) {
+fn range_and_rank(
+    #[values(0, 32, 128, 224, 240, 255)] local_start: i32,
+    #[values("decode-8", "decode-33")] name: &str,
+) {
     let Some(gpu) = gpu("layer::range_and_rank") else { return };
     let spec = StepSpec { local_start, ..spec(name, LayerKind::Full) };
     compare(&gpu, &gpu.cuda, &gpu.cpu, &spec, QueryPrecision::Fp16, (local_start / 32) as usize);
@@ -104,8 +111,9 @@ fn neighbours_change_no_bit(#[values("decode-33", "verify-17")] name: &str) {
     let Some(gpu) = gpu("layer::neighbours_change_no_bit") else { return };
     let (base, hidden) = (spec(name, LayerKind::Full), gpu.config.hidden);
     let run = |seed: u64, first: Option<&synthetic::SyntheticStep>| {
-        let mut step = synthetic::step(&gpu.config, &StepSpec { spread: synthetic::Spread::Fixed, ..base.clone() }, seed)
-            .expect("a step");
+        let mut step =
+            synthetic::step(&gpu.config, &StepSpec { spread: synthetic::Spread::Fixed, ..base.clone() }, seed)
+                .expect("a step");
         if let Some(first) = first {
             // Request 0 as it was; all others from another seed.
             let own = base.q_lens[0] * hidden;

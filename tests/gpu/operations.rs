@@ -3,9 +3,7 @@
 
 use crate::harness::{assert_rows, gpu, relative_l2, Gpu, Run};
 use half::bf16;
-use muse_spark_layer::backend::cpu::{
-    self, attn_boundary as cpu_attn_boundary, AttnBoundary, Queries, TapValues,
-};
+use muse_spark_layer::backend::cpu::{self, attn_boundary as cpu_attn_boundary, AttnBoundary, Queries, TapValues};
 use muse_spark_layer::routing::{route_score, ExpertLists};
 use muse_spark_layer::{LayerKind, QueryPrecision};
 use rstest::rstest;

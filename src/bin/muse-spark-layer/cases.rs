@@ -106,7 +106,9 @@ pub fn all() -> Vec<Case> {
             push(r.name.into(), &r, kind, QueryPrecision::E4m3, false, None);
         }
         let small_values = 2f32.powi(-8);
-        for r in [row("stress-decode", 6, 2000, 1), row("stress-verify", 3, 1500, 8), row("stress-prefill", 1, 500, 300)] {
+        for r in
+            [row("stress-decode", 6, 2000, 1), row("stress-verify", 3, 1500, 8), row("stress-prefill", 1, 500, 300)]
+        {
             push(r.name.into(), &r.scales(1.0, small_values), kind, QueryPrecision::Fp16, true, None);
         }
         for start in [32, 224, 240] {

@@ -6,7 +6,9 @@ use crate::report::{self, relative_l2};
 use crate::run::{busiest, report_error};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput, TapValues};
 use muse_spark_layer::weights::derived::residual_coefficients;
-use muse_spark_layer::{synthetic, Backend, DecoderLayer, Error, LayerConfig, LayerWeights, NamedTensors, Result, Taps};
+use muse_spark_layer::{
+    synthetic, Backend, DecoderLayer, Error, LayerConfig, LayerWeights, NamedTensors, Result, Taps,
+};
 
 /// Bounds on the relative L2 distance from the reference, by tap: each a small multiple of what the
 /// 16-bit roundings on the way (docs/numerics.md) amount to.
@@ -194,7 +196,8 @@ fn compare(config: &LayerConfig, pair: &Pair, case: &Case, seed: u64) -> Result<
 /// Only the step's rows changed, and they hold the reference's entries up to roundings of ties.
 fn cache_fault(config: &LayerConfig, name: &str, got: &[u8], want: &[u8], old: &[u8]) -> Option<String> {
     let row = config.kv_size();
-    let float = |bytes: &[u8]| -> Vec<f32> { bytes.iter().map(|b| muse_spark_layer::numerics::e4m3_to_f32(*b)).collect() };
+    let float =
+        |bytes: &[u8]| -> Vec<f32> { bytes.iter().map(|b| muse_spark_layer::numerics::e4m3_to_f32(*b)).collect() };
     let (mut new_got, mut new_want) = (Vec::new(), Vec::new());
     for ((g, w), o) in got.chunks(row).zip(want.chunks(row)).zip(old.chunks(row)) {
         if w == o && g != o {

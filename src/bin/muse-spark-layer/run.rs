@@ -27,8 +27,11 @@ pub fn busiest(config: &LayerConfig, ids: &[i32]) -> i32 {
 
 fn routing(config: &LayerConfig, local_start: i32, ids: &[i32]) -> Routing {
     let n = config.n_experts as i32;
-    let mut local: Vec<i32> =
-        ids.iter().map(|id| (id - local_start).rem_euclid(n)).filter(|e| (*e as usize) < config.local_experts).collect();
+    let mut local: Vec<i32> = ids
+        .iter()
+        .map(|id| (id - local_start).rem_euclid(n))
+        .filter(|e| (*e as usize) < config.local_experts)
+        .collect();
     let local_routes = local.len();
     local.sort_unstable();
     local.dedup();
@@ -139,10 +142,10 @@ pub fn run(args: &RunArgs) -> Result<bool> {
             ),
             ("weights made / loaded", format!("{weights_seconds:.1} s / {load_seconds:.1} s")),
             ("step, host to host", format!("{step_ms:.1} ms")),
-            ("rms of stream / update / hidden", format!(
-                "{:.4} / {:.4} / {:.4}",
-                report.stream_rms, report.update_rms, report.hidden_rms
-            )),
+            (
+                "rms of stream / update / hidden",
+                format!("{:.4} / {:.4} / {:.4}", report.stream_rms, report.update_rms, report.hidden_rms)
+            ),
             (
                 "routing",
                 format!(
