@@ -20,7 +20,7 @@ pub const FEW_TOKENS: u32 = 1;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
 /// Up to this many tokens one pass covers every route there can be.
-pub const SINGLE_PASS_TOKENS: u32 = 1024;
+pub const SINGLE_PASS_TOKENS: u32 = 8192;
 /// K splits of the router over FP32 rows (its kernel knows 16 and 32): router and top 8 together take
 /// 4.9 us at one token with 16, 5.5 with 32, and the same at 64 tokens.
 pub const ROUTER_ROWS_SPLITS: u32 = 16;
@@ -165,12 +165,13 @@ fn tiled_splits(items: u64, key_tiles: u64, tokens: u64) -> u64 {
     best
 }
 
-/// Routes that land here: one a token is the mean, the busiest rank gets about twice that, and 8 a token
-/// is the most there can be. Above 1024 tokens a pass holds 3 a token; the passes beyond the first find
-/// nothing to do in almost every step and exit at once.
+/// Routes that land here: one a token is the mean, the busiest rank gets two to three times that, and 8 a
+/// token is the most there can be. The kernels are persistent, so a wide bound costs scratch (24 KB a route)
+/// and nothing else, while a second pass costs the FP32 sum between passes: one pass to 8192 tokens (1.6 GB),
+/// above that 4 routes a token in each of two passes, the second of which finds little or nothing to do.
 fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind) -> ExpertPlan {
     let all = tokens * m::TOP_K;
-    let usual = if tokens <= SINGLE_PASS_TOKENS { all } else { (3 * tokens).next_multiple_of(256) };
+    let usual = if tokens <= SINGLE_PASS_TOKENS { all } else { (4 * tokens).next_multiple_of(256) };
     let route_bound = bound.unwrap_or(usual).min(all).max(1);
     let few = tokens <= FEW_TOKENS;
     ExpertPlan {
@@ -255,7 +256,7 @@ mod tests {
                 let e = choose(&PlanKey { route_bound: bound, ..key(tokens) }, WeightKind::Nvfp4, SMS).experts;
                 assert!(e.route_bound as u64 * e.passes as u64 >= 8 * tokens as u64);
                 assert!(e.route_bound <= (8 * tokens).max(1) && e.max_routes_per_expert <= e.route_bound);
-                assert!(bound.is_some() || e.passes <= 3);
+                assert!(bound.is_some() || e.passes <= 2);
             }
         }
     }
