@@ -29,7 +29,7 @@ int combine_with(const CombineParams& p, const Launch& l) {
   return launch(p.y_f32 ? combine_kernel<kCtas, kBatch, true> : combine_kernel<kCtas, kBatch, false>, dim3(ctas),
                 dim3(kCombineThreads / kCtas), 0, l, p);
 }
-constexpr int kRouterFmaTokens = 6;  // FP32 FMA up to here, tensor cores beyond
+constexpr int kRouterFmaTokens = 5;  // FP32 FMA up to here, tensor cores beyond
 
 template <int kSplits>
 int router_with(const RouterParams& p, const Launch& l) {

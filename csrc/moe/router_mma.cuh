@@ -1,7 +1,7 @@
 // router for some tokens: the same partial logits as router.cuh, by tensor cores and as exact.
 //
-// From a few tokens on, FP32 FMA is the router's bound (2 T MFLOP: 5 us at 64 tokens at its peak, three times
-// that in practice). Here the FP32 weights are cut in registers into the same three BF16 planes as h, whose
+// From a few tokens on, FP32 FMA is the router's bound (4 T MFLOP: 5 us at 64 tokens at its peak, four times that
+// in practice). Here the FP32 weights are cut in registers into the same three BF16 planes as h, whose
 // products are exact, and six of the nine plane products are summed; those left out are below 2^-24 of the
 // result. A tensor core truncates what it adds, so runs are short: 128 columns an accumulator, and one
 // accumulator for each order of magnitude (hi hi; hi mid + mid hi; the rest). Error as in FP32: below 2e-7.
