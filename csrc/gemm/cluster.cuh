@@ -1,4 +1,4 @@
-// What the projection kernels need of thread block clusters, tensor stores and the L2, one instruction each.
+// What the projection kernels need of thread block clusters and tensor stores, one instruction each.
 #pragma once
 #include "../common/ptx.cuh"
 
@@ -43,9 +43,5 @@ __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_g
 __device__ __forceinline__ void store_matrix_x4(void* row, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_u32(row)), "r"(v[0]),
                "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-// Brings a run of global memory to L2.
-__device__ __forceinline__ void bulk_prefetch_l2(const void* src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 }  // namespace msl

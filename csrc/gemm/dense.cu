@@ -20,12 +20,12 @@ bool valid(const DenseParams& p) {
 }
 
 template <class C>
-int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger, int l2_steps) {
+int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger) {
   if (p.rows % (C::kMT * kTileRows)) return kInvalid;
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
   const SkinnyArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.rows, p.k / kTileK, p.splits,
-                     p.out_stride, p.splits == 1 && !p.out_f32, late_trigger, l2_steps};
+                     p.out_stride, p.splits == 1 && !p.out_f32, late_trigger};
   const dim3 grid(p.rows / (C::kMT * kTileRows) * p.splits, (p.tokens + C::kN - 1) / C::kN);
   return launch(skinny_kernel<C>, grid, dim3(C::kThreads), C::kShared, l, map, a);
 }
@@ -86,7 +86,7 @@ int dense(const DenseParams& p, const Launch& l, int late_trigger) {
   if (!valid(p)) return kInvalid;
   if (p.tokens == 0) return 0;
   if (p.tile_n != 0)
-    return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger, 0); });
+    return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger); });
   const int steps = p.k / kTileK * (p.planes == 3 ? kPlaneProducts : 1);
   return with_tiled(choose_tiled(p.tokens, p.rows, steps, p.splits, p.splits > 1 || p.out_f32, l.sm_count),
                     [&](auto c) { return launch_tiled<decltype(c)>(p, l, late_trigger); });

@@ -14,7 +14,6 @@
 // kernel, or this one and its successor in the chain, already resident and prefetching.
 #pragma once
 #include "../common/wgmma.cuh"
-#include "cluster.cuh"
 #include "dense_tile.h"
 
 namespace msl {
@@ -25,7 +24,6 @@ struct SkinnyArgs {
   int32_t tokens, rows, k_tiles, splits, out_stride;
   int32_t bf16;            // output type
   int32_t late_trigger;    // 1: pdl_launch only after pdl_wait (the pooler)
-  int32_t l2_steps;        // steps past the weights' ring that are brought to L2 before the wait
 };
 
 template <int kN_, int kMT_, int kW_, int kX_>
@@ -80,10 +78,6 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
     for (int s = 0; s < kX; s++) mbar_init(&tokens_full[s], 1);
     mbar_init_fence();
     for (int i = 0; i < min(kW, steps); i++) load_weights(i, i);
-    for (int i = kW; i < min(kW + a.l2_steps, steps); i++)
-#pragma unroll
-      for (int mt = 0; mt < kMT; mt++)
-        bulk_prefetch_l2(weight + (int64_t(mt) * a.k_tiles + i) * kTileBytes, kTileBytes);
     tma_prefetch_descriptor(&token_map);
   }
   __syncthreads();
