@@ -63,18 +63,18 @@ __device__ __forceinline__ uint32_t gather_nibbles(uint2 v) {
   return r;
 }
 
-// 16 E4M3 bytes as 16 halves, to the two 16-byte pieces of an FP16 row. `swap` (head 1) writes the second
-// piece first, so that the 8 lanes of a key, which write to two tiles, never meet a bank twice.
-__device__ __forceinline__ void store_halves(char* tile_row, int chunk16, int swizzle, bool swap, uint4 raw) {
+// 16 E4M3 bytes as 16 halves, to the two 16-byte pieces of a swizzled FP16 row at offsets `at` and at ^ 16.
+// `swap` (head 1) writes the second piece first (`at` is its place then), so that the 8 lanes of a key,
+// which write to two tiles, never meet a bank twice.
+__device__ __forceinline__ void store_halves(char* tile, int at, bool swap, uint4 raw) {
   const uint32_t w0 = swap ? raw.z : raw.x, w1 = swap ? raw.w : raw.y, w2 = swap ? raw.x : raw.z, w3 = swap ? raw.y : raw.w;
-  const int first = chunk16 + (swap ? 1 : 0);
   uint4 a, b;
   e4m3_to_half(w0, a.x, a.y);
   e4m3_to_half(w1, a.z, a.w);
   e4m3_to_half(w2, b.x, b.y);
   e4m3_to_half(w3, b.z, b.w);
-  *reinterpret_cast<uint4*>(tile_row + ((first ^ swizzle) << 4)) = a;
-  *reinterpret_cast<uint4*>(tile_row + (((first ^ 1) ^ swizzle) << 4)) = b;
+  *reinterpret_cast<uint4*>(tile + at) = a;
+  *reinterpret_cast<uint4*>(tile + (at ^ 16)) = b;
 }
 
 __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_kernel(const __grid_constant__
@@ -161,8 +161,9 @@ __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_ke
   for (int i = 0; i < 32; i++) o[i] = 0.0f;
   float minus_ref[2] = {INFINITY, INFINITY}, sum[2] = {0.0f, 0.0f};
 
-  // FP16 row of the thread's piece in the K tile of its head; V's is two tiles on.
-  const int half_head = piece >> 2, tile_row = half_head * C::kTileBytes + key_in_chunk * 128;
+  // Where the thread's first piece goes in the K tile of its head; V's is two tiles on.
+  const int half_head = piece >> 2;
+  const int place = half_head * C::kTileBytes + key_in_chunk * 128 + ((((piece & 3) * 2 + half_head) ^ (key_in_chunk & 7)) << 4);
   int stage = 0, key0 = first_key;
   // Turns chunk i's bytes (this thread's own: no barrier before) into halves and starts the loading of the
   // chunk that takes their place. Past the last chunk it converts bytes that nothing reads.
@@ -173,8 +174,8 @@ __global__ void __launch_bounds__(VerifyConfig::kThreads, 1) attention_verify_ke
     const uint4 k_raw = *reinterpret_cast<const uint4*>(mine_raw);
     const uint4 v_raw = *reinterpret_cast<const uint4*>(mine_raw + C::kRawBytes / 2);
     char* buffer = buffers + (i & 1) * C::kBufferBytes;
-    store_halves(buffer + tile_row, (piece & 3) * 2, key_in_chunk & 7, half_head != 0, k_raw);
-    store_halves(buffer + 2 * C::kTileBytes + tile_row, (piece & 3) * 2, key_in_chunk & 7, half_head != 0, v_raw);
+    store_halves(buffer, place, half_head != 0, k_raw);
+    store_halves(buffer + 2 * C::kTileBytes, place, half_head != 0, v_raw);
     fence_proxy_async();
     const int next = i + C::kStages;
     if (next < mine) issue(next, stage, ids[(next & (C::kSlots - 1)) * C::kChunk + key_in_chunk]);
