@@ -1,19 +1,21 @@
 // Which instance of the projection kernels a launch takes. Splits and tile_n come from the host's plan
 // (they fix the shape of the output); this picks what does not show outside.
 //
-// Measured on an H200, weights cold, microseconds a launch in a row of dependent launches of one projection
-// (cuBLAS, BF16 out, in the same run); skinny up to 128 tokens with the splits named, tiled above:
+// Measured on an H200, weights cold, microseconds a launch in a row of dependent launches of one projection, with
+// the splits named; skinny up to 128 tokens, tiled above. In brackets cuBLAS with BF16 output: of the same run above
+// 128 tokens, of an earlier run of the same day below.
 //
 //   tokens                 1            16           64           128          256          512
-//   qkv_gate  (7 splits)   9.6 (15.2)   10.2 (14.9)  11.8 (16.3)  13.6 (19.0)  22.8 (21.1)  38 (30)
-//   o         (1)          5.3 (6.9)    5.5 (6.9)    6.4 (7.1)    7.6 (8.4)    12.0 (11)    17.4 (16)
-//   pooler    (4; 2, 2)    16.6 (22.1)  17.9 (22.5)  19.5 (24.6)  21.5 (27.5)  30.6 (31)    51 (46)
-//   unpooler  (2; 1, 1)    16.6 (19.5)  17.7 (19.9)  19.4 (21.4)  21.0 (21.9)  30.3 (28)    48 (46)
-//   its slice (8)          3.0 (7.7)
+//   qkv_gate  (7 splits)   9.5 (15.2)   10.3 (14.9)  11.8 (16.3)  13.6 (18.9)  22.8 (21.1)  38.0 (30.2)
+//   o         (1)          5.3 (6.9)    5.6 (6.9)    6.4 (7.2)    8.2 (8.9)    12.2 (11.0)  17.5 (16.1)
+//   pooler    (4; 2, 2)    16.9 (22.1)  18.0 (22.5)  19.6 (24.6)  21.6 (28.1)  30.6 (30.8)  51.6 (46.0)
+//   unpooler  (2; 1, 1)    17.1 (19.5)  18.0 (19.9)  19.5 (21.4)  21.0 (22.6)  30.3 (28.3)  48.3 (46.4)
+//   its slice (8)          3.3 (7.7)
 //
-//   The four in a chain: 130 MB at one token 33 us (3.9 TB/s), 189 MB at 16 / 32 / 64 / 128 tokens 49 / 51 / 54 /
-//   63 us. 8192 tokens, runs taken in turn with cuBLAS's: o 212 (213), unpooler 826 (835), pooler 790 (800),
-//   qkv_gate 450 (435); mainloop 1028 of 1024 clocks a step, clocks at 1.3 to 1.6 GHz under the power limit.
+//   The four in a chain: 130 MB at one token 33.5 us (3.9 TB/s), 189 MB at 16 / 32 / 64 / 128 tokens 49 / 51 / 54 /
+//   63 us. 8192 tokens, medians of three runs in turn with cuBLAS's: o 213 (217), unpooler 827 (840), pooler 788
+//   (803), qkv_gate 460 (443); qkv_gate at 2048 tokens 133 (100). One projection's best run differs from its median
+//   by up to 10%: the power limit sets the clock (1.3 to 1.6 GHz). The mainloop takes 1028 clocks a step of 1024.
 //
 // What did not help: clusters sharing the skinny kernel's token tiles; two m-tiles a CTA; a token ring shallower
 // than the weights' (tokens queue behind weights in the copy engine, so they want the same depth); other orders
@@ -47,7 +49,7 @@ inline double tiled_clocks(const TiledShape& s, int tokens, int rows, int steps,
 }
 
 // steps: k tiles of a whole row, times plane products. The staged form is for BF16 and at least three tiles a CTA
-// (o at 8192 tokens: 212 us, direct 222).
+// (o at 8192 tokens: 213 us, direct 227).
 inline TiledShape choose_tiled(int tokens, int rows, int steps, int splits, bool f32, int sm_count) {
   TiledShape best = kTiledShapes[0];
   double least = 1e30;
