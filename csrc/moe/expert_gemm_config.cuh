@@ -8,12 +8,11 @@ namespace msl {
 namespace expert {
 
 template <int kRowGroups_, int kSplitGroups_, int kMaxN_, int kRingBytes_, int kProducerThreads_, int kMinBlocks_,
-          int kConsumerRegisters_, int kCluster_>
+          int kGridPerSm_>
 struct GemmConfig {
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kSplitGroups = kSplitGroups_;
   static constexpr int kMaxN = kMaxN_;                // tokens of a unit
-  static constexpr int kCluster = kCluster_;          // CTAs (neighbouring row blocks) that share each token load
   static constexpr int kRingBytes = kRingBytes_;      // shared memory of the ring
   static constexpr int kGroups = kRowGroups * kSplitGroups;
   static constexpr int kConsumers = kGroups * kThreads;
@@ -21,8 +20,7 @@ struct GemmConfig {
   static constexpr int kBlockThreads = kConsumers + kProducerThreads;
   static constexpr int kBlockRows = 64 * kRowGroups;
   static constexpr int kMinBlocks = kMinBlocks_;      // caps the registers: room for the successor's CTA, or not
-  static constexpr int kConsumerRegisters = kConsumerRegisters_;  // with a whole producer warpgroup: setmaxnreg
-  static constexpr int kProducerRegisters = kConsumerRegisters > 200 ? 40 : 24;
+  static constexpr int kGridPerSm = kGridPerSm_;
   static constexpr int kMaxSlots = 12;
   // Partial sums waiting to be added: [row group][split group - 1][value][thread].
   static constexpr int kReduceBytes = kRowGroups * (kSplitGroups - 1) * kThreads * (kMaxN / 2) * 4;

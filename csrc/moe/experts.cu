@@ -27,8 +27,7 @@ int encode(CUtensorMap* map, const void* base, int rank, const cuuint64_t* dims,
 
 // From the parameters alone: a plan's launches never change shape.
 Shape choose(const ExpertGemmParams& p) {
-  if (p.few) return Shape::kFew;
-  return p.max_routes_per_expert <= 512 ? Shape::kMid : Shape::kMany;
+  return p.few ? Shape::kFew : Shape::kMany;
 }
 
 }  // namespace
@@ -41,14 +40,6 @@ int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
   const cuuint64_t row_bytes = kExpertDim * 2, rows = p.route_bound;
   {
     const cuuint64_t dims[3] = {64, rows, kExpertDim / 64}, strides[2] = {row_bytes, 128};
-    if (shape == Shape::kFew || shape == Shape::kFew16) {
-      for (int i = 0; i < 4; i++) {
-        const cuuint32_t box[3] = {64, 1u << i, shape == Shape::kFew ? 4u : 8u};
-        if (const int error = encode(&a.few[i], p.x, 3, dims, strides, box)) return error;
-      }
-      a.blocks = (p.swiglu ? 2 * kExpertDim : kExpertDim) / 64;
-      return shape == Shape::kFew ? launch_few(a, l) : launch_few16(a, l);
-    }
     const cuuint32_t box[3] = {64, 8, static_cast<cuuint32_t>(stage_tiles(8, p.weight_kind))};
     if (const int error = encode(&a.tokens8, p.x, 3, dims, strides, box)) return error;
   }
@@ -57,8 +48,9 @@ int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
     const cuuint32_t box[2] = {64, 64};
     if (const int error = encode(&a.tokens64, p.x, 2, dims, strides, box)) return error;
   }
-  a.blocks = (p.swiglu ? 2 * kExpertDim : kExpertDim) / 128;
-  return shape == Shape::kMid ? launch_mid(a, l) : launch_many(a, l);
+  const int matrix_rows = p.swiglu ? 2 * kExpertDim : kExpertDim;
+  a.blocks = matrix_rows / (shape == Shape::kFew ? 64 : 128);
+  return shape == Shape::kFew ? launch_few(a, l) : launch_many(a, l);
 }
 
 }  // namespace expert
@@ -81,7 +73,6 @@ int prepare_experts() {
   expert::encode_tiled = reinterpret_cast<expert::EncodeTiled>(entry);
   int error = expert::prepare_pack();
   if (!error) error = expert::prepare_few();
-  if (!error) error = expert::prepare_mid();
   if (!error) error = expert::prepare_many();
   return error;
 }

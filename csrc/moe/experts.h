@@ -11,27 +11,20 @@ namespace expert {
 // Which kernel serves a launch. The choice (experts.cu) follows from the parameters alone.
 enum class Shape : int {
   kFew = 1,   // decode and verify: 64 weight rows a unit, warpgroups split K, small shared memory
-  kMid = 2,   // some tens of tokens an expert: 128 rows, two halves of K
-  kFew16 = 4,
-  kMany = 3,  // prefill: 128 rows x up to 256 tokens
+  kMany = 2,  // prefill: 128 rows x up to 256 tokens
 };
 
 // What a kernel gets by value.
 struct GemmArgs {
   ExpertGemmParams p;
   int32_t blocks;         // row blocks of an expert's matrix
-  // x as (64 columns, rows, 64 groups of columns); boxes of 64 x rows x (k tiles of a stage).
-  CUtensorMap tokens8;    // 8 rows
-  CUtensorMap few[4];     // the few-token kernel's: 1, 2, 4, 8 rows x 4 k tiles
+  CUtensorMap tokens8;    // x as (64 columns, rows, 64 groups of columns); box 64 x 8 x (k tiles of a stage)
   CUtensorMap tokens64;   // x as (4096 columns, rows); box 64 x 64
 };
 
 int launch_few(const GemmArgs&, const Launch&);
-int launch_few16(const GemmArgs&, const Launch&);
-int launch_mid(const GemmArgs&, const Launch&);
 int launch_many(const GemmArgs&, const Launch&);
 int prepare_few();
-int prepare_mid();
 int prepare_many();
 int prepare_pack();
 int run_expert_gemm(const ExpertGemmParams&, const Launch&, Shape);

@@ -4,7 +4,7 @@
 
 namespace msl {
 namespace expert {
-using Config = GemmConfig<2, 1, 256, 222 * 1024, 128, 1, 232, 2>;
+using Config = GemmConfig<2, 1, 256, 222 * 1024, 128, 1, 1>;
 int launch_many(const GemmArgs& a, const Launch& l) { return launch_config<Config>(a, l); }
 int prepare_many() { return prepare_config<Config>(); }
 }  // namespace expert
