@@ -11,8 +11,8 @@ use rstest::rstest;
 struct OwnStream(sys::CUstream);
 
 impl OwnStream {
-    fn new(gpu: &Gpu) -> OwnStream {
-        let _current = gpu.device.make_current().expect("a context");
+    /// The device is current.
+    fn new() -> OwnStream {
         let mut stream = std::ptr::null_mut();
         // SAFETY: writes one handle.
         let code = unsafe { sys::cuStreamCreate(&mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32) };
@@ -108,13 +108,14 @@ fn replays_give_eager_bits(
     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
 ) {
     let Some(gpu) = gpu("capture::replays_give_eager_bits") else { return };
+    let _current = gpu.device.make_current().expect("a context");
     let spec = spec(name, kind);
     let captured_on = shorter(&gpu, &spec, 50);
     let on = DeviceStep::new(&gpu, &captured_on);
     let key = key(&captured_on, &spec);
     let plan = gpu.cuda.plan(key.clone()).expect("a plan");
     let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
-    let own = OwnStream::new(&gpu);
+    let own = OwnStream::new();
     let graph = own.capture(|stream| forward(&gpu, &key, &mut workspace, &on, stream));
     let plain = PlanKey { dependent_launch: false, ..key.clone() };
     for seed in 51..54 {
@@ -145,6 +146,7 @@ fn replays_give_eager_bits(
 #[rstest]
 fn lengths_grow_after_capture(#[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind) {
     let Some(gpu) = gpu("capture::lengths_grow_after_capture") else { return };
+    let _current = gpu.device.make_current().expect("a context");
     let spec = StepSpec::new(2, 1, 30_000, kind);
     let long = synthetic::step(&gpu.config, &spec, 61).expect("a step");
     let mut short = long.clone();
@@ -157,7 +159,7 @@ fn lengths_grow_after_capture(#[values(LayerKind::Full, LayerKind::Sliding)] kin
     let key = key(&short, &spec);
     let plan = gpu.cuda.plan(key.clone()).expect("a plan");
     let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
-    let own = OwnStream::new(&gpu);
+    let own = OwnStream::new();
     let graph = own.capture(|stream| forward(&gpu, &key, &mut workspace, &on, stream));
     on.overwrite(&long);
     forward(&gpu, &PlanKey { dependent_launch: false, ..key.clone() }, &mut workspace, &on, own.stream());

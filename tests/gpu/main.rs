@@ -4,6 +4,7 @@
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 
+mod api;
 mod capture;
 mod harness;
 mod layer;

@@ -15,9 +15,9 @@ pub const SKINNY_TOKENS: u32 = 128;
 pub const ROUTER_ROWS_TOKENS: u32 = 64;
 /// Query lengths above this take the tiled attention kernel.
 pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
-/// Up to this many tokens the experts take the few-token kernel. None: w13 and w2 in a chain take 21.6 us with
-/// it on one expert and 92 on eight, 21.7 and 67 with the other.
-pub const FEW_TOKENS: Option<u32> = None;
+/// Up to this many tokens the experts take the few-token kernel. w13 and w2 in a chain take 15.4, 25.4 and
+/// 35.5 us with it on one, two and three experts and 86 on eight; 21.2, 26.5, 35.6 and 67 with the other.
+pub const FEW_TOKENS: u32 = 1;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
 /// Up to this many tokens one pass covers every route there can be.
@@ -174,7 +174,7 @@ fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind) -> ExpertPl
     let all = tokens * m::TOP_K;
     let usual = if tokens <= SINGLE_PASS_TOKENS { all } else { (4 * tokens).next_multiple_of(256) };
     let route_bound = bound.unwrap_or(usual).min(all).max(1);
-    let few = FEW_TOKENS.is_some_and(|most| tokens <= most);
+    let few = tokens <= FEW_TOKENS;
     ExpertPlan {
         weight_kind,
         few,

@@ -1,7 +1,5 @@
 //! The API's contracts on a Hopper GPU: against the CPU reference, segments, capture and replay, dependent
 //! launch, poisoned scratch, errors that leave the process usable. Says so and passes where there is no GPU.
-#![cfg(feature = "cuda")]
-#![allow(unsafe_code)]
 
 use cudarc::driver::{result as driver, sys};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput};
@@ -12,37 +10,9 @@ use muse_spark_layer::{
     Backend, DType, DecoderLayer, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, Error, LayerConfig, LayerKind,
     LayerWeights, NamedTensors, PagedKvCache, Plan, PlanKey, QueryPrecision, Stream, Taps, Workspace,
 };
-use once_cell::sync::Lazy;
 use rstest::rstest;
-use std::sync::{Mutex, MutexGuard};
 
-struct Gpu {
-    device: Device,
-    layer: DecoderLayer,
-    tensors: NamedTensors<'static>,
-}
-
-/// The GPU with a layer on it, one test at a time: a test that captures minds what others do.
-fn gpu() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
-    static TURN: Mutex<()> = Mutex::new(());
-    static GPU: Lazy<Result<Gpu, Error>> = Lazy::new(|| {
-        let device = Device::new(0)?;
-        let config = LayerConfig::muse_spark_tp8();
-        let tensors = synthetic::weights(&config, 3)?;
-        let weights = LayerWeights::from_host(&config, tensors.view())?;
-        let layer = DecoderLayer::new(config, weights, Backend::Cuda { device: 0 })?;
-        Ok(Gpu { device, layer, tensors })
-    });
-    let turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
-    match &*GPU {
-        Ok(gpu) => Some((gpu, turn)),
-        Err(e @ (Error::NoDevice { .. } | Error::UnsupportedGpu { .. })) => {
-            println!("skipped: {e}");
-            None
-        }
-        Err(e) => panic!("{e}"),
-    }
-}
+use crate::harness::{gpu, Gpu};
 
 /// A step's tensors on the device.
 struct OnDevice {
@@ -150,22 +120,22 @@ fn plan_of(gpu: &Gpu, step: &SyntheticStep, kind: LayerKind, change: impl Fn(&mu
         ..PlanKey::decode(x.cache_seqlens.len() as u32, x.table_width as u32)
     };
     change(&mut key);
-    gpu.layer.plan(key).unwrap()
+    gpu.cuda.plan(key).unwrap()
 }
 
 /// A step with local routes.
 fn step(gpu: &Gpu, spec: &StepSpec) -> SyntheticStep {
-    let config = gpu.layer.config();
+    let config = gpu.cuda.config();
     let mut step = synthetic::step(config, spec, 5).unwrap();
     let options = StepOptions::new(spec.kind, QueryPrecision::Fp16);
     let mut cache = step.cache.clone();
-    let probe = gpu.layer.forward_host(&step.input.view(), &mut cache.view(), &options).unwrap();
+    let probe = gpu.cuda.forward_host(&step.input.view(), &mut cache.view(), &options).unwrap();
     step.input.local_start = muse_spark_layer::routing::busiest_start(config, &probe.topk_ids);
     step
 }
 
 fn poisoned(gpu: &Gpu, plan: &Plan) -> Workspace {
-    let mut workspace = gpu.layer.workspace(plan).unwrap();
+    let mut workspace = gpu.cuda.workspace(plan).unwrap();
     workspace.poison(&gpu.device).unwrap();
     workspace
 }
@@ -183,9 +153,10 @@ fn relative(got: &[f32], want: &[f32]) -> f64 {
 #[case::ragged(StepSpec { q_lens: vec![1, 0, 8, 3], page_size: 16, ..StepSpec::new(4, 1, 100, LayerKind::Sliding) })]
 #[case::prefill(StepSpec { q_lens: vec![40, 1, 33], page_size: 64, ..StepSpec::new(3, 1, 60, LayerKind::Sliding) })]
 fn a_step_is_the_reference_s(#[case] spec: StepSpec) {
-    let Some((gpu, _turn)) = gpu() else { return };
-    let config = gpu.layer.config().clone();
-    let weights = LayerWeights::from_host(&config, gpu.tensors.view()).unwrap();
+    let Some(guard) = gpu("api") else { return };
+    let gpu = &*guard;
+    let config = gpu.cuda.config().clone();
+    let weights = LayerWeights::from_host(&config, gpu.cpu.weights().tensors().view()).unwrap();
     let reference = DecoderLayer::new(config, weights, Backend::Cpu).unwrap();
     let step = step(gpu, &spec);
     let options = StepOptions { taps: Taps::All, ..StepOptions::new(spec.kind, QueryPrecision::Fp16) };
@@ -194,14 +165,14 @@ fn a_step_is_the_reference_s(#[case] spec: StepSpec) {
         let out = layer.forward_host(&step.input.view(), &mut cache.view(), &options).unwrap();
         (out, cache.k)
     };
-    let ((got, k), (want, k_want)) = (run(&gpu.layer), run(&reference));
+    let ((got, k), (want, k_want)) = (run(&gpu.cuda), run(&reference));
     let tokens = step.input.positions.len();
     let differing = k.iter().zip(&k_want).filter(|(a, b)| a != b).count();
     assert!(differing * 1000 <= tokens * 128, "{differing} cache bytes differ");
     // A near tie may choose another expert: those tokens are compared up to their logits only.
     let same: Vec<bool> = got.topk_ids.chunks(8).zip(want.topk_ids.chunks(8)).map(|(g, w)| g == w).collect();
     let agree = same.iter().filter(|&&s| s).count();
-    assert!(agree * 10 >= tokens * 9, "the experts of {} of {tokens} tokens differ", tokens - agree);
+    assert!((tokens - agree) * 10 <= tokens.max(10), "the experts of {} of {tokens} tokens differ", tokens - agree);
     let compare = |name: &str, got: &[f32], want: &[f32], after_routing: bool| {
         let width = want.len() / tokens;
         let pick = |x: &[f32]| -> Vec<f32> {
@@ -225,12 +196,13 @@ fn a_step_is_the_reference_s(#[case] spec: StepSpec) {
 #[case(StepSpec::new(3, 8, 100, LayerKind::Sliding))]
 #[case(StepSpec::new(1, 150, 70, LayerKind::Full))]
 fn launches_segments_and_scratch_do_not_change_a_bit(#[case] spec: StepSpec) {
-    let Some((gpu, _turn)) = gpu() else { return };
+    let Some(guard) = gpu("api") else { return };
+    let gpu = &*guard;
     let step = step(gpu, &spec);
     let on = OnDevice::new(&gpu.device, &step);
     let plan = plan_of(gpu, &step, spec.kind, |_| {});
     let mut workspace = poisoned(gpu, &plan);
-    gpu.layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
+    gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
     let first = on.take();
     assert!(first.iter().all(|x| x.iter().any(|&b| b != 0xFF)));
     assert_eq!(workspace.control(&gpu.device).unwrap(), [0; 64], "counters are left zero");
@@ -239,7 +211,7 @@ fn launches_segments_and_scratch_do_not_change_a_bit(#[case] spec: StepSpec) {
         [|_: &mut PlanKey| {}, |k: &mut PlanKey| k.dependent_launch = false, |k: &mut PlanKey| k.synchronize = true]
     {
         let plan = plan_of(gpu, &step, spec.kind, change);
-        gpu.layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
+        gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
         assert_eq!(on.take(), first);
     }
     // In three segments, on scratch poisoned in between.
@@ -249,7 +221,7 @@ fn launches_segments_and_scratch_do_not_change_a_bit(#[case] spec: StepSpec) {
     let attn_out = view(&a, DType::Bf16, &[tokens, 8192]);
     let stream_after_attn = view(&s, DType::F32, &[tokens, 8192]);
     let moe_mix = view(&mix, DType::Bf16, &[tokens, 4096]);
-    gpu.layer.attention_block(&plan, &mut workspace, &on.input.attention, &attn_out, Stream::LEGACY).unwrap();
+    gpu.cuda.attention_block(&plan, &mut workspace, &on.input.attention, &attn_out, Stream::LEGACY).unwrap();
     workspace.poison(&gpu.device).unwrap();
     let input = MoeInput {
         stream: on.input.stream.clone(),
@@ -262,24 +234,25 @@ fn launches_segments_and_scratch_do_not_change_a_bit(#[case] spec: StepSpec) {
         topk_ids: on.output.topk_ids.clone(),
         moe_mix: moe_mix.clone(),
     };
-    gpu.layer.moe_block(&plan, &mut workspace, &input, &output, Stream::LEGACY).unwrap();
+    gpu.cuda.moe_block(&plan, &mut workspace, &input, &output, Stream::LEGACY).unwrap();
     workspace.poison(&gpu.device).unwrap();
     let output = FinalOutput { hidden: on.output.hidden.clone(), stream: on.output.stream.clone() };
     let input = FinalInput { stream_after_attn, moe_mix };
-    gpu.layer.final_block(&plan, &mut workspace, &input, &output, Stream::LEGACY).unwrap();
+    gpu.cuda.final_block(&plan, &mut workspace, &input, &output, Stream::LEGACY).unwrap();
     assert_eq!(on.take(), first);
 }
 
 #[test]
 fn routes_beyond_the_bound_cost_passes_only() {
-    let Some((gpu, _turn)) = gpu() else { return };
+    let Some(guard) = gpu("api") else { return };
+    let gpu = &*guard;
     let spec = StepSpec::new(40, 1, 50, LayerKind::Full);
     let step = step(gpu, &spec);
     let on = OnDevice::new(&gpu.device, &step);
     let run = |bound: Option<u32>| {
         let plan = plan_of(gpu, &step, spec.kind, |k| k.route_bound = bound);
         let mut workspace = poisoned(gpu, &plan);
-        gpu.layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
+        gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
         let out = on.take();
         (plan.launches.experts.passes, out)
     };
@@ -296,7 +269,8 @@ fn routes_beyond_the_bound_cost_passes_only() {
 #[case(StepSpec::new(1, 8, 400, LayerKind::Sliding))]
 #[case(StepSpec::new(1, 130, 400, LayerKind::Full))]
 fn a_captured_first_call_replays_on_other_lengths(#[case] spec: StepSpec) {
-    let Some((gpu, _turn)) = gpu() else { return };
+    let Some(guard) = gpu("api") else { return };
+    let gpu = &*guard;
     let step = step(gpu, &spec);
     let on = OnDevice::new(&gpu.device, &step);
     let plan = plan_of(gpu, &step, spec.kind, |_| {});
@@ -306,7 +280,7 @@ fn a_captured_first_call_replays_on_other_lengths(#[case] spec: StepSpec) {
     unsafe {
         let stream = driver::stream::create(driver::stream::StreamKind::NonBlocking).unwrap();
         driver::stream::begin_capture(stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
-        gpu.layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::from_raw(stream.cast())).unwrap();
+        gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::from_raw(stream.cast())).unwrap();
         let graph = driver::stream::end_capture(stream).unwrap();
         let exec = driver::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).unwrap();
         for shorter in [0, 7, 150] {
@@ -319,7 +293,7 @@ fn a_captured_first_call_replays_on_other_lengths(#[case] spec: StepSpec) {
             driver::graph::launch(exec, stream).unwrap();
             driver::stream::synchronize(stream).unwrap();
             let replayed = on.take();
-            gpu.layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
+            gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
             assert_eq!(replayed, on.take(), "{shorter} tokens shorter");
         }
         driver::graph::exec_destroy(exec).unwrap();
@@ -330,7 +304,8 @@ fn a_captured_first_call_replays_on_other_lengths(#[case] spec: StepSpec) {
 
 #[test]
 fn wrong_memory_is_named_and_the_process_stays_usable() {
-    let Some((gpu, _turn)) = gpu() else { return };
+    let Some(guard) = gpu("api") else { return };
+    let gpu = &*guard;
     let spec = StepSpec::new(1, 1, 30, LayerKind::Full);
     let step = step(gpu, &spec);
     let mut on = OnDevice::new(&gpu.device, &step);
@@ -341,11 +316,11 @@ fn wrong_memory_is_named_and_the_process_stays_usable() {
     let address = (host.as_ptr() as u64).next_multiple_of(16);
     // SAFETY: refused before anything follows it.
     on.input.stream = unsafe { DeviceTensor::contiguous(address, DType::F32, &[1, 8192]) };
-    let error = gpu.layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap_err();
+    let error = gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap_err();
     assert_eq!(error.to_string(), "stream: wanted device memory, got host memory");
     on.input.stream = good;
-    let mut small = gpu.layer.workspace_of(1024).unwrap();
-    let error = gpu.layer.forward(&plan, &mut small, &on.input, &on.output, Stream::LEGACY).unwrap_err();
+    let mut small = gpu.cuda.workspace_of(1024).unwrap();
+    let error = gpu.cuda.forward(&plan, &mut small, &on.input, &on.output, Stream::LEGACY).unwrap_err();
     assert!(error.to_string().starts_with("workspace: wanted at least"), "{error}");
     let error = Device::new(99).unwrap_err();
     assert!(matches!(error, Error::NoDevice { .. }), "{error}");
@@ -353,7 +328,7 @@ fn wrong_memory_is_named_and_the_process_stays_usable() {
     std::thread::scope(|scope| {
         scope
             .spawn(|| {
-                gpu.layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
+                gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
                 gpu.device.synchronize().unwrap();
             })
             .join()
@@ -364,8 +339,9 @@ fn wrong_memory_is_named_and_the_process_stays_usable() {
 
 #[test]
 fn nan_block_scales_are_found_on_the_device() {
-    let Some((gpu, _turn)) = gpu() else { return };
-    let config = gpu.layer.config();
+    let Some(guard) = gpu("api") else { return };
+    let gpu = &*guard;
+    let config = gpu.cuda.config();
     let mut kept = Vec::new();
     let tensors: Vec<(String, DeviceTensor)> = gpu
         .tensors
