@@ -1,11 +1,12 @@
 //! The whole layer against the CPU reference, and what callers may do with it.
 
-use crate::harness::{assert_rows, gpu, relative_l2, spec, Gpu};
+use crate::harness::{assert_rows, gpu, relative_l2, spec, DeviceStep, Gpu};
 use muse_spark_layer::backend::cpu::{CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, StepSpec};
 use muse_spark_layer::weights::derived::residual_coefficients;
 use muse_spark_layer::{
-    Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, NamedTensors, QueryPrecision, Taps, WeightKind,
+    Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, NamedTensors, PlanKey, QueryPrecision, Stream, Taps,
+    WeightKind,
 };
 use rstest::rstest;
 
@@ -163,4 +164,50 @@ fn a_verify_block_is_its_decode_steps() {
         let out = gpu.cuda.forward_host(&one.view(), &mut cache.view(), &options).expect("forward");
         assert_rows("stream", &out.stream, &whole.stream[t * h..][..h], h, 3e-3);
     }
+}
+
+/// One step of few keys in device memory, scratch as allocated: every output is written, counters are left zero.
+/// What the sanitizers run (tests/sanitize.sh): few launches, and nothing poisoned, so that initcheck sees what
+/// a kernel reads and none wrote.
+fn small_step(gpu: &Gpu, name: &str, dependent_launch: bool) {
+    let (batch, q_len, ctx, page_size) = match name {
+        "decode" => (8, 1, 70, 1),
+        "verify" => (3, 8, 100, 16),
+        "prefill" => (1, 65, 30, 64),
+        other => panic!("no small step called {other}"),
+    };
+    let kind = LayerKind::Sliding;
+    let spec = StepSpec { page_size, ..StepSpec::new(batch, q_len, ctx, kind) };
+    let step = synthetic::step(&gpu.config, &spec, 71).expect("a step");
+    let on = DeviceStep::new(gpu, &step);
+    on.overwrite(&step);
+    let key = PlanKey {
+        tokens: (batch * q_len) as u32,
+        max_q_len: q_len as u32,
+        page_size: page_size as u32,
+        kind,
+        dependent_launch,
+        ..PlanKey::decode(batch as u32, step.input.table_width as u32)
+    };
+    let plan = gpu.cuda.plan(key).expect("a plan");
+    let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
+    gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).expect("forward");
+    gpu.device.synchronize().expect("the step");
+    for (bytes, what) in on.results().iter().zip(["hidden", "stream", "topk_ids"]) {
+        assert!(bytes.chunks_exact(4).all(|word| word != [0xFF; 4]), "{what} has words that nothing wrote");
+    }
+    assert!(workspace.control(&gpu.device).expect("the control block").iter().all(|w| *w == 0), "counters left zero");
+}
+
+#[rstest]
+fn small_step_dependent(#[values("decode", "verify", "prefill")] name: &str) {
+    let Some(gpu) = gpu("layer::small_step_dependent") else { return };
+    small_step(&gpu, name, true);
+}
+
+/// Without dependent launch: racecheck takes a kernel that starts before its predecessor ended for a race.
+#[rstest]
+fn small_step_plain(#[values("decode", "verify", "prefill")] name: &str) {
+    let Some(gpu) = gpu("layer::small_step_plain") else { return };
+    small_step(&gpu, name, false);
 }

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# compute-sanitizer over the GPU test binary on one small decode, verify and prefill step (tests/gpu/layer.rs,
+# small_step_*). One line a tool; a tool's whole report is kept where it found something.
+#
+#   tests/sanitize.sh [-t SECONDS] [BINARY] [TOOL...]
+#
+# BINARY: the GPU test binary; without it the newest target/debug/deps/gpu-*. TOOL: memcheck initcheck synccheck
+# racecheck; without any, all four. -t: each tool's limit (default 600). Logs go to $SANITIZE_LOGS (default: a new
+# folder under the temporary one). Exit status: 0 clean, 1 a finding or a step that failed, 2 could not run.
+set -uo pipefail
+
+limit=600
+if [[ ${1:-} == -t ]]; then
+  limit=$2
+  shift 2
+fi
+binary=
+if [[ $# -gt 0 && $1 != *check ]]; then
+  binary=$1
+  shift
+fi
+tools=("$@")
+[[ ${#tools[@]} -gt 0 ]] || tools=(memcheck synccheck racecheck initcheck)
+
+if [[ -z $binary ]]; then
+  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+  binary=$(find "${CARGO_TARGET_DIR:-$root/target}/debug/deps" -maxdepth 1 -name 'gpu-*' -type f -perm -u+x -printf '%T@ %p\n' 2>/dev/null |
+    sort -n | tail -1 | cut -d' ' -f2-)
+fi
+if [[ ! -x $binary ]]; then
+  echo "sanitize: no GPU test binary ('$binary'): cargo test --features cuda --test gpu --no-run" >&2
+  exit 2
+fi
+
+sanitizer=$(command -v compute-sanitizer || true)
+for folder in "${CUDA_HOME:-}" "${CUDA_PATH:-}" /usr/local/cuda; do
+  [[ -z $sanitizer && -n $folder && -x $folder/bin/compute-sanitizer ]] && sanitizer=$folder/bin/compute-sanitizer
+done
+if [[ -z $sanitizer ]]; then
+  echo "sanitize: compute-sanitizer is neither on PATH nor under CUDA_HOME or /usr/local/cuda" >&2
+  exit 2
+fi
+
+logs=${SANITIZE_LOGS:-$(mktemp -d)}
+mkdir -p "$logs"
+# The option's name before and since CUDA 12.9.
+exclude=--kernel-name-exclude
+"$sanitizer" --help 2>&1 | grep -q -e '--kernel-name-exclude' || exclude=--kernel-regex-exclude
+
+# Runs one tool. The kernels that pack the weights once are many times the step's work: racecheck and synccheck leave
+# them out; initcheck cannot, since it would not see what they store.
+check() {
+  local tool=$1 log=$logs/$1.log began=$SECONDS options=() tests=() passed summary failed=
+  case $tool in
+    memcheck) tests=(layer::small_step_dependent) ;;
+    # Kernel boundaries must be boundaries: racecheck has no notion of dependent launch.
+    racecheck) tests=(layer::small_step_plain) options=("$exclude" kernel_substring=pack_) ;;
+    # The slowest: one step.
+    initcheck) tests=(layer::small_step_plain::name_1) ;;
+    synccheck) tests=(layer::small_step_dependent) options=("$exclude" kernel_substring=pack_) ;;
+    *)
+      echo "sanitize: no tool called $tool" >&2
+      return 2
+      ;;
+  esac
+  timeout -k 5 "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 "${options[@]}" \
+    "$binary" "${tests[@]}" --nocapture --test-threads 1 >"$log" 2>&1
+  local status=$?
+  passed=$(sed -n 's/^test result: .* \([0-9]*\) passed.*/\1/p' "$log")
+  summary=$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1 | sed 's/^=* *//')
+  if grep -q 'skipped, no GPU' "$log"; then
+    summary="no GPU, nothing was run" failed=2
+  elif [[ $status -eq 124 || $status -eq 137 ]]; then
+    summary="not finished in $limit s${summary:+; $summary}" failed=1
+  elif [[ $status -ne 0 || -z $passed || $passed -eq 0 || ! $summary =~ (SUMMARY: 0 |: 0 hazards) ]]; then
+    failed=1
+  fi
+  printf '%-9s %-5s %s, %s steps passed, %d s\n' "$tool" "${failed:+FAIL}" "${summary:-no summary (exit $status)}" "${passed:-0}" $((SECONDS - began))
+  [[ -z $failed ]] || echo "          $log"
+  return "${failed:-0}"
+}
+
+worst=0
+for tool in "${tools[@]}"; do
+  check "$tool"
+  result=$?
+  [[ $result -le $worst ]] || worst=$result
+done
+exit "$worst"
