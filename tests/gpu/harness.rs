@@ -78,6 +78,8 @@ pub fn spec(name: &str, kind: LayerKind) -> StepSpec {
         "verify-1" => uniform(1, 8, 2100, 1),
         "verify-3" => scaled(mixed(uniform(3, 8, 300, 16))),
         "verify-17" => uniform(17, 8, 100, 64),
+        // More keys a split than the few-key kernel takes.
+        "verify-20" => uniform(20, 8, 2100, 64),
         "block-3" => StepSpec { dist: Dist::Soft, ..uniform(5, 3, 50, 1) },
         "prefill-65" => StepSpec { dist: Dist::Outliers, ..uniform(1, 65, 2040, 1) },
         "prefill-200" => uniform(1, 200, 0, 1),
