@@ -7,8 +7,8 @@ use muse_spark_layer::backend::cuda::{Buffer, Device};
 use muse_spark_layer::step::{AttentionInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
 use muse_spark_layer::synthetic::{self, Spread, StepSpec, SyntheticStep};
 use muse_spark_layer::{
-    Backend, DType, DecoderLayer, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, Error, LayerConfig, LayerKind,
-    LayerWeights, NamedTensors, PagedKvCache, Plan, PlanKey, QueryPrecision, Stream, Taps, Workspace,
+    Backend, DType, DecoderLayer, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, Error, LayerKind, LayerWeights,
+    PagedKvCache, Plan, PlanKey, QueryPrecision, Stream, Taps, Workspace,
 };
 use rstest::rstest;
 
@@ -344,7 +344,9 @@ fn nan_block_scales_are_found_on_the_device() {
     let config = gpu.cuda.config();
     let mut kept = Vec::new();
     let tensors: Vec<(String, DeviceTensor)> = gpu
-        .tensors
+        .cpu
+        .weights()
+        .tensors()
         .0
         .iter()
         .map(|(name, t)| {
