@@ -143,6 +143,27 @@ fn neighbours_change_no_bit(#[values("decode-33", "verify-17")] name: &str) {
     assert!(a.stream[own..] != b.stream[own..], "the others did change");
 }
 
+/// Tokens past `num_tokens_non_padded` take no route, in each form of the expert lists; the others are as without.
+#[rstest]
+fn padding_takes_no_route(#[values("decode-8", "decode-33", "prefill-333")] name: &str) {
+    let Some(gpu) = gpu("layer::padding_takes_no_route") else { return };
+    let (step, width) =
+        (synthetic::step(&gpu.config, &spec(name, LayerKind::Full), 45).expect("a step"), gpu.config.expert_dim);
+    let options = StepOptions { taps: Taps::All, ..StepOptions::new(LayerKind::Full, QueryPrecision::Fp16) };
+    let tokens = step.input.positions.len();
+    let run = |limit: Option<usize>| {
+        let (mut cache, mut input) = (step.cache.clone(), step.input.view());
+        input.num_tokens_non_padded = limit;
+        let out = gpu.cuda.forward_host(&input, &mut cache.view(), &options).expect("forward");
+        (out.topk_ids, out.taps.expect("taps").moe_mix)
+    };
+    let real = tokens - 3;
+    let ((ids, whole), (padded_ids, padded)) = (run(None), run(Some(real)));
+    assert_eq!(ids, padded_ids, "the choice itself is made for all");
+    assert_rows("moe_mix", &padded[..real * width], &whole[..real * width], width, 1e-6);
+    assert!(padded[real * width..].iter().all(|v| *v == 0.0), "padding has no routes");
+}
+
 /// Each token of a verify block is the decode step at its position, within rounding.
 #[test]
 fn a_verify_block_is_its_decode_steps() {
