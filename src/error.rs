@@ -107,6 +107,10 @@ pub enum Error {
     #[error("{}: {problem}", path.display())]
     Format { path: PathBuf, problem: String },
 
+    /// A checkpoint's tensor (or setting, or file) is not what the layer needs: `what` names it, in `path`.
+    #[error("{}: {what}: wanted {wanted}, got {got}", path.display())]
+    Checkpoint { path: PathBuf, what: String, wanted: String, got: String },
+
     /// A fault of the crate itself (a caught panic or exception).
     #[error("internal error: {what}")]
     Internal { what: String },

@@ -4,6 +4,7 @@
 //! it once, in [`DecoderLayer::new`](crate::DecoderLayer::new): the CUDA backend repacks on the device
 //! (`device.rs`), after which the originals may go.
 
+pub mod checkpoint;
 #[cfg(feature = "cuda")]
 pub(crate) mod device;
 pub mod names;
@@ -15,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, DeviceTensor, NamedTensors};
 use std::collections::BTreeMap;
 
+pub use self::checkpoint::Checkpoint;
 pub use self::safetensors::SafetensorsFile;
 
 /// Where the tensors lie.

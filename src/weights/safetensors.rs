@@ -33,6 +33,11 @@ impl SafetensorsFile {
         &self.path
     }
 
+    /// The whole file.
+    pub(crate) fn map(&self) -> &Mmap {
+        &self.map
+    }
+
     fn parse(&self) -> Result<SafeTensors<'_>> {
         SafeTensors::deserialize(&self.map)
             .map_err(|e| Error::Format { path: self.path.clone(), problem: format!("not a safetensors file: {e}") })
@@ -67,7 +72,7 @@ impl SafetensorsFile {
 }
 
 /// A view where the file aligns the elements, a copy where it does not.
-fn tensor<'m>(name: &str, dtype: DType, shape: &[usize], data: &'m [u8]) -> Result<HostTensor<'m>> {
+pub(crate) fn tensor<'m>(name: &str, dtype: DType, shape: &[usize], data: &'m [u8]) -> Result<HostTensor<'m>> {
     match HostTensor::from_bytes(name, dtype, shape, data) {
         Err(Error::Alignment { .. }) => Ok(copied(dtype, shape, data)),
         other => other,

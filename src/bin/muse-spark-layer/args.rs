@@ -3,6 +3,7 @@
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use muse_spark_layer::synthetic::{Dist, Spread, StepSpec};
 use muse_spark_layer::{LayerConfig, LayerKind, PlanKey, QueryPrecision};
+use std::path::PathBuf;
 
 /// One Muse Spark Open decoder layer, on a Hopper GPU or on the CPU.
 #[derive(Parser)]
@@ -23,6 +24,10 @@ pub enum Command {
     Check(CheckArgs),
     /// Print what a step launches and the workspace it needs. Needs no GPU.
     Plan(PlanArgs),
+    /// Say what a checkpoint holds for one layer and rank: tensors, types, scales, memory.
+    Inspect(InspectArgs),
+    /// Write a synthetic checkpoint in the public format.
+    Synth(SynthArgs),
     /// Say what this build and this machine offer.
     Env(EnvArgs),
 }
@@ -147,6 +152,43 @@ pub struct PlanArgs {
     /// Multiprocessors to plan for.
     #[arg(long, default_value_t = 132)]
     pub sms: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct InspectArgs {
+    /// Folder with config.json and model.safetensors.index.json (or model.safetensors).
+    pub checkpoint: PathBuf,
+    #[arg(long, default_value_t = 0)]
+    pub layer: usize,
+    #[arg(long, default_value_t = 0)]
+    pub rank: usize,
+    /// Ranks of tensor and expert parallelism.
+    #[arg(long, default_value_t = 8)]
+    pub ranks: usize,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct SynthArgs {
+    /// Folder to write; new or empty.
+    #[arg(long)]
+    pub out: PathBuf,
+    /// full: 7.9 GB a layer, 26.5 GB one with BF16 experts.
+    #[arg(long, value_enum, default_value = "small")]
+    pub dims: Dims,
+    /// Layers of the model: 6 by default, 3 at full size.
+    #[arg(long)]
+    pub layers: Option<usize>,
+    /// NVFP4 experts in the first and the last layer too, which keep BF16 ones in the export.
+    #[arg(long)]
+    pub all_nvfp4: bool,
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,

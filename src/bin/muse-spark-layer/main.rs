@@ -6,9 +6,11 @@ mod args;
 mod cases;
 mod check;
 mod env;
+mod inspect;
 mod machine;
 mod report;
 mod run;
+mod synth;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -22,6 +24,8 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Check(args) => check::check(&args),
         Command::Plan(args) => run::plan(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Synth(args) => synth::synth(&args),
         Command::Env(args) => env::env(&args),
     };
     match outcome {

@@ -1,0 +1,200 @@
+//! `inspect`: what a checkpoint holds for one layer and rank, after loading it.
+
+use crate::args::InspectArgs;
+use crate::{report, run::report_error};
+use muse_spark_layer::numerics::e4m3_to_f32;
+use muse_spark_layer::weights::checkpoint::{Checkpoint, Part};
+use muse_spark_layer::{LayerConfig, LayerKind, NamedTensors, Result};
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// The range of a tensor of scales.
+#[derive(serde::Serialize)]
+struct Scales {
+    tensor: String,
+    count: usize,
+    min: f32,
+    max: f32,
+    zero: usize,
+    /// E4M3 below its smallest normal number, 2^-6.
+    subnormal: usize,
+}
+
+#[derive(serde::Serialize)]
+struct InspectReport {
+    checkpoint: PathBuf,
+    layer: usize,
+    layers: usize,
+    rank: usize,
+    ranks: usize,
+    kind: LayerKind,
+    rope_theta: f64,
+    quantization: Option<String>,
+    local_start: i32,
+    has_next_norm: bool,
+    parts: Vec<Part>,
+    scales: Vec<Scales>,
+    /// Bytes of the rank's part, as the files hold them.
+    bytes: u64,
+    /// Of those, read where they lie in the map.
+    mapped_bytes: u64,
+    /// Copied on the host: permuted, fused, cut by columns.
+    copied_bytes: u64,
+    /// What the CUDA backend keeps, packed.
+    device_bytes: u64,
+    load_seconds: f64,
+    config: LayerConfig,
+}
+
+/// The CUDA backend's form: matrices in as many bytes, the router also as three BF16 planes, vectors in FP32
+/// (each residual gate as two), and the RoPE frequencies.
+fn device_bytes(config: &LayerConfig, parts: &[Part]) -> u64 {
+    let vectors = [("attn_residual_gate", 2), ("ffn_residual_gate", 2)];
+    let size = |p: &Part| {
+        let elements = p.taken.iter().product::<usize>() as u64;
+        match vectors.iter().find(|(name, _)| *name == p.tensor) {
+            Some((_, copies)) => copies * 4 * elements,
+            None if p.tensor.ends_with("_norm") => 4 * elements,
+            None if p.tensor == "router" => p.bytes + 6 * elements,
+            None => p.bytes,
+        }
+    };
+    parts.iter().map(size).sum::<u64>() + 2 * config.head_dim as u64
+}
+
+fn scales(tensors: &NamedTensors) -> Vec<Scales> {
+    let mut out = Vec::new();
+    for name in ["w13_sf", "w2_sf"] {
+        let Some(bytes) = tensors.0.get(name).map(|t| t.bytes()) else { continue };
+        let mut counts = [0usize; 256];
+        bytes.iter().for_each(|b| counts[*b as usize] += 1);
+        let found = || (0..=255u8).filter(|b| counts[*b as usize] > 0);
+        out.push(Scales {
+            tensor: name.into(),
+            count: bytes.len(),
+            min: found().map(e4m3_to_f32).fold(f32::INFINITY, f32::min),
+            max: found().map(e4m3_to_f32).fold(f32::NEG_INFINITY, f32::max),
+            zero: counts[0] + counts[128],
+            subnormal: found().filter(|b| (1..8).contains(&(b & 0x7f))).map(|b| counts[b as usize]).sum(),
+        });
+    }
+    for name in ["w13_gs", "w2_gs"] {
+        let Some(tensor) = tensors.0.get(name) else { continue };
+        let Ok(values) = tensor.as_f32(name) else { continue };
+        let per = if tensor.shape.len() == 2 { 2 } else { 1 };
+        for offset in 0..per {
+            let these = || values.iter().skip(offset).step_by(per).copied();
+            let part = [" gate", " up"][offset];
+            out.push(Scales {
+                tensor: if per == 2 { format!("{name}{part}") } else { name.into() },
+                count: these().count(),
+                min: these().fold(f32::INFINITY, f32::min),
+                max: these().fold(f32::NEG_INFINITY, f32::max),
+                zero: these().filter(|v| *v == 0.0).count(),
+                subnormal: 0,
+            });
+        }
+    }
+    out
+}
+
+pub fn inspect(args: &InspectArgs) -> Result<bool> {
+    let progress = report::spinner("opening the checkpoint");
+    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let parts = checkpoint.parts(args.layer, args.rank, args.ranks)?;
+    progress.set_message(format!("loading layer {} for rank {} of {}", args.layer, args.rank, args.ranks));
+    let start = Instant::now();
+    let layer = checkpoint.layer(args.layer, args.rank, args.ranks)?;
+    let load_seconds = start.elapsed().as_secs_f64();
+    let scales = layer.weights.host().map(scales).unwrap_or_default();
+    progress.finish_and_clear();
+
+    let total = |copied: Option<bool>| {
+        parts.iter().filter(|p| copied.is_none_or(|c| p.copied == c)).map(|p| p.bytes).sum::<u64>()
+    };
+    let model = checkpoint.model();
+    let report = InspectReport {
+        checkpoint: args.checkpoint.clone(),
+        layer: args.layer,
+        layers: model.layers.len(),
+        rank: args.rank,
+        ranks: args.ranks,
+        kind: layer.kind,
+        rope_theta: model.layers[args.layer].rope_theta,
+        quantization: model.quantization.clone(),
+        local_start: layer.local_start,
+        has_next_norm: layer.weights.has_next_norm(),
+        scales,
+        bytes: total(None),
+        mapped_bytes: total(Some(false)),
+        copied_bytes: total(Some(true)),
+        device_bytes: device_bytes(&layer.config, &parts),
+        load_seconds,
+        parts,
+        config: layer.config.clone(),
+    };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
+    } else {
+        print(&report);
+    }
+    Ok(true)
+}
+
+fn print(r: &InspectReport) {
+    let c = &r.config;
+    let mb = |bytes: u64| format!("{:.3} MB", bytes as f64 / 1e6);
+    let rope = match r.kind {
+        LayerKind::Full => "no RoPE".to_string(),
+        LayerKind::Sliding => format!("window {}, RoPE base {}", c.window, r.rope_theta),
+    };
+    let experts = format!("{} of {}, from {}, {}", c.local_experts, c.n_experts, r.local_start, c.experts);
+    println!(
+        "{}",
+        report::facts(&[
+            ("checkpoint", r.checkpoint.display().to_string()),
+            ("layer", format!("{} of {}, {} attention, {rope}", r.layer, r.layers, r.kind)),
+            ("rank", format!("{} of {}", r.rank, r.ranks)),
+            ("heads", format!("{} for queries, {} for keys and values, {} wide", c.q_heads, c.kv_heads, c.head_dim)),
+            ("experts", experts),
+            ("quantisation", r.quantization.clone().unwrap_or_else(|| "not named".into())),
+            ("next layer's norm", if r.has_next_norm { "there" } else { "none: the last layer" }.into()),
+            ("this rank's part", mb(r.bytes)),
+            ("host", format!("{} in the map, {} copied", mb(r.mapped_bytes), mb(r.copied_bytes))),
+            ("device, packed", mb(r.device_bytes)),
+            ("loaded in", format!("{:.3} s", r.load_seconds)),
+        ])
+    );
+    let mut table = report::table(&["tensor", "from", "file", "type", "shape", "of this rank", "MB", "how"]);
+    for p in &r.parts {
+        // Layers share their prefix; what follows it says enough.
+        let source = p.source.split_once("layers.").map_or(p.source.as_str(), |(_, rest)| rest);
+        table.add_row([
+            p.tensor.to_string(),
+            source.to_string(),
+            p.file.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            p.dtype.to_string(),
+            format!("{:?}", p.shape),
+            format!("{:?}", p.taken),
+            format!("{:.3}", p.bytes as f64 / 1e6),
+            if p.copied { "copied" } else { "mapped" }.to_string(),
+        ]);
+    }
+    println!("{table}");
+    if r.scales.is_empty() {
+        return;
+    }
+    let mut table = report::table(&["scales", "count", "min", "max", "zero", "subnormal"]);
+    for s in &r.scales {
+        let number = |x: f32| if s.tensor.contains("_gs") { format!("{x:.4e}") } else { x.to_string() };
+        table.add_row([
+            s.tensor.clone(),
+            s.count.to_string(),
+            number(s.min),
+            number(s.max),
+            s.zero.to_string(),
+            s.subnormal.to_string(),
+        ]);
+    }
+    println!("{table}");
+}

@@ -1,0 +1,341 @@
+//! Which tensors of a checkpoint make which tensor of the layer, and the part of each that a rank takes.
+
+use super::{fault, files, Checkpoint, Entry};
+use crate::config::{LayerConfig, WeightKind};
+use crate::error::{Error, Result};
+use crate::tensor::{DType, HostData, HostTensor, NamedTensors};
+use crate::weights::{nvfp4, safetensors};
+use half::bf16;
+use rayon::prelude::*;
+use std::ops::Range;
+use std::path::PathBuf;
+
+const BF16: &[DType] = &[DType::Bf16];
+const F32: &[DType] = &[DType::F32];
+const VECTOR: &[DType] = &[DType::Bf16, DType::F32];
+const CODES: &[DType] = &[DType::U8];
+const SCALES: &[DType] = &[DType::E4m3, DType::U8];
+/// Tensors of a layer that the layer has no use for: scales of quantised activations (the experts'
+/// activations stay BF16) and of a cache (the caller brings its own).
+const UNUSED: [&str; 3] = ["input_scale", ".k_scale", ".v_scale"];
+
+/// What a rank takes of a checkpoint's tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Take {
+    /// Rows (or elements, or experts) of the outermost extent, as they are.
+    Rows(Range<usize>),
+    /// Rows, from half-split to interleaved order within heads of this many rows.
+    Heads(Range<usize>, usize),
+    /// Columns of a matrix.
+    Columns(Range<usize>),
+}
+
+/// A tensor of the checkpoint that a layer needs, found and checked.
+pub(super) struct Source<'a> {
+    /// The crate's name for what it becomes, or becomes a part of.
+    tensor: &'static str,
+    name: String,
+    entry: &'a Entry,
+    dtype: DType,
+    take: Take,
+}
+
+/// A part of a checkpoint's tensor that a rank takes.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Part {
+    /// The layer's tensor, by the crate's name.
+    pub tensor: &'static str,
+    /// The checkpoint's tensor.
+    pub source: String,
+    /// The file that holds it.
+    pub file: PathBuf,
+    pub dtype: DType,
+    /// In the file.
+    pub shape: Vec<usize>,
+    /// What the rank takes of it.
+    pub taken: Vec<usize>,
+    /// Bytes of what is taken.
+    pub bytes: u64,
+    /// Whether it is copied (permuted, fused, cut by columns) or read where it lies.
+    pub copied: bool,
+}
+
+impl Source<'_> {
+    fn taken(&self) -> Vec<usize> {
+        let mut shape = self.entry.shape.clone();
+        match &self.take {
+            Take::Rows(r) | Take::Heads(r, _) => shape[0] = r.len(),
+            Take::Columns(r) => shape[1] = r.len(),
+        }
+        shape
+    }
+
+    pub fn part(self, checkpoint: &Checkpoint) -> Part {
+        let taken = self.taken();
+        Part {
+            tensor: self.tensor,
+            bytes: (taken.iter().product::<usize>() * self.dtype.size()) as u64,
+            copied: self.copied(),
+            file: checkpoint.files.path(self.entry).into(),
+            shape: self.entry.shape.clone(),
+            dtype: self.dtype,
+            source: self.name,
+            taken,
+        }
+    }
+
+    fn copied(&self) -> bool {
+        matches!(self.tensor, "qkv_gate" | "o")
+    }
+
+    /// Bytes of one row of the outermost extent.
+    fn row_bytes(&self) -> usize {
+        self.entry.shape[1..].iter().product::<usize>() * self.dtype.size()
+    }
+
+    /// The bytes of the data that hold what is taken.
+    fn span(&self) -> Range<usize> {
+        match &self.take {
+            Take::Rows(r) | Take::Heads(r, _) => r.start * self.row_bytes()..r.end * self.row_bytes(),
+            Take::Columns(_) => 0..self.entry.range.len(),
+        }
+    }
+}
+
+impl Checkpoint {
+    /// Finds and checks everything of a layer that rank `rank` of `ranks` needs, in the order of
+    /// [`crate::weights::names`].
+    pub(super) fn sources(&self, c: &LayerConfig, layer: usize, rank: usize, ranks: usize) -> Result<Vec<Source<'_>>> {
+        if rank >= ranks {
+            return Err(fault(&self.dir, "rank", format!("below {ranks}, the number of ranks"), rank));
+        }
+        let part = |n: usize| rank * n..(rank + 1) * n;
+        let (h, d, e, n) = (c.hidden, c.expert_dim, c.local_experts, c.n_experts);
+        let (q, kv) = (c.q_size(), c.kv_size());
+        let find =
+            |tensor: &'static str, at: usize, suffix: &str, dtypes: &[DType], shapes: &[&[usize]], take: Take| {
+                let (name, entry) = self.entry(at, suffix)?;
+                self.check(name, entry, dtypes, shapes).map(|(name, dtype)| Source { tensor, name, entry, dtype, take })
+            };
+        let whole = |tensor, suffix: &str, dtypes: &[DType], shape: &[usize]| {
+            find(tensor, layer, suffix, dtypes, &[shape], Take::Rows(0..shape[0]))
+        };
+        let experts = |tensor, suffix: &str, dtypes: &[DType], shapes: &[&[usize]]| {
+            find(tensor, layer, suffix, dtypes, shapes, Take::Rows(part(e)))
+        };
+        let heads =
+            |suffix: &str, n: usize, take: Take| find("qkv_gate", layer, suffix, BF16, &[&[n * ranks, h]], take);
+        let mut all = vec![
+            heads("self_attn.q_proj.weight", q, Take::Heads(part(q), c.head_dim))?,
+            heads("self_attn.k_proj.weight", kv, Take::Heads(part(kv), c.head_dim))?,
+            heads("self_attn.v_proj.weight", kv, Take::Rows(part(kv)))?,
+            heads("self_attn.gate_proj.weight", q, Take::Rows(part(q)))?,
+            find("o", layer, "self_attn.o_proj.weight", BF16, &[&[h, q * ranks]], Take::Columns(part(q)))?,
+            whole("attn_residual_gate", "post_attention_residual_gate.gate", VECTOR, &[h])?,
+            whole("pre_ffn_norm", "pre_feedforward_layernorm.weight", VECTOR, &[h])?,
+            whole("router", "mlp.gate.weight", F32, &[n, h])?,
+            whole("router_bias", "mlp.gate.e_score_correction_bias", F32, &[n])?,
+            whole("pooler", "mlp.pre_expert_proj.weight", BF16, &[d, h])?,
+            whole("pre_expert_norm", "mlp.pre_expert_norm.weight", VECTOR, &[d])?,
+        ];
+        let (w13, w2) = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj");
+        match c.experts {
+            WeightKind::Bf16 => {
+                all.push(experts("w13", w13, BF16, &[&[n, 2 * d, d]])?);
+                all.push(experts("w2", w2, BF16, &[&[n, d, d]])?);
+            }
+            WeightKind::Nvfp4 => {
+                let (sf, gs) = (|w: &str| format!("{w}_weight_scale"), |w: &str| format!("{w}_weight_scale_2"));
+                all.push(experts("w13", w13, CODES, &[&[n, 2 * d, d / 2]])?);
+                all.push(experts("w13_sf", &sf(w13), SCALES, &[&[n, 2 * d, d / nvfp4::BLOCK]])?);
+                // Gate and up apart; one for both is broadcast by the layer.
+                all.push(experts("w13_gs", &gs(w13), F32, &[&[n, 2], &[n]])?);
+                all.push(experts("w2", w2, CODES, &[&[n, d, d / 2]])?);
+                all.push(experts("w2_sf", &sf(w2), SCALES, &[&[n, d, d / nvfp4::BLOCK]])?);
+                all.push(experts("w2_gs", &gs(w2), F32, &[&[n]])?);
+            }
+        }
+        all.push(whole("post_expert_norm", "mlp.experts.post_expert_norm.weight", VECTOR, &[d])?);
+        all.push(whole("unpooler", "mlp.post_expert_proj.weight", BF16, &[h, d])?);
+        all.push(whole("post_ffn_norm", "post_feedforward_layernorm.weight", VECTOR, &[h])?);
+        all.push(whole("ffn_residual_gate", "post_feedforward_residual_gate.gate", VECTOR, &[h])?);
+        let last = layer + 1 == self.model.layers.len();
+        self.refuse_others(layer, &all)?;
+        if !last {
+            let norm = "input_layernorm.weight";
+            all.push(find("next_pre_attn_norm", layer + 1, norm, VECTOR, &[&[h]], Take::Rows(0..h))?);
+        }
+        Ok(all)
+    }
+
+    /// The tensor's type, once type and shape are ones that are taken.
+    fn check(&self, name: String, entry: &Entry, dtypes: &[DType], shapes: &[&[usize]]) -> Result<(String, DType)> {
+        let path = self.files.path(entry);
+        let dtype = files::dtype(&entry.dtype).filter(|d| dtypes.contains(d));
+        let dtype = dtype.ok_or_else(|| fault(path, &name, dtypes[0], &entry.dtype))?;
+        if !shapes.contains(&entry.shape.as_slice()) {
+            let got = format!("{:?}", entry.shape);
+            return Err(fault(path, &name, format!("shape {:?}", shapes[0]), got));
+        }
+        Ok((name, dtype))
+    }
+
+    /// A layer with more tensors than these computes something else: shared experts, biases, norms of q and k.
+    fn refuse_others(&self, layer: usize, known: &[Source]) -> Result<()> {
+        let (first, own) = (self.name(layer, ""), self.name(layer, "input_layernorm.weight"));
+        let others = self.files.tensors.range(first.clone()..).take_while(|(name, _)| name.starts_with(&first));
+        for (name, entry) in others {
+            let unused = UNUSED.iter().any(|end| name.ends_with(end));
+            if !unused && *name != own && !known.iter().any(|s| s.name == *name) {
+                let got = if name.contains("shared_expert") {
+                    "shared experts".to_string()
+                } else {
+                    format!("a tensor it does not have ({} {:?})", entry.dtype, entry.shape)
+                };
+                return Err(fault(self.files.path(entry), name, "only the tensors of a Muse Spark layer", got));
+            }
+        }
+        Ok(())
+    }
+
+    /// The layer's tensors. Work on different tensors, and on parts of the large ones, runs in parallel.
+    pub(super) fn assemble<'a>(&'a self, c: &LayerConfig, sources: &[Source<'a>]) -> Result<NamedTensors<'a>> {
+        // Reading begins everywhere at once, at the disk's rate, not fault by fault.
+        for source in sources {
+            self.files.prefetch(source.entry, source.span());
+        }
+        let fused: Vec<&Source> = sources.iter().filter(|s| s.tensor == "qkv_gate").collect();
+        let mut tensors: Vec<(&'static str, HostTensor<'a>)> = sources
+            .par_iter()
+            .filter(|s| s.tensor != "qkv_gate")
+            .map(|s| Ok((s.tensor, self.take(s)?)))
+            .collect::<Result<_>>()?;
+        tensors.push(("qkv_gate", self.fuse(&fused, c.qkv_rows(), c.hidden)));
+        let mut out = NamedTensors::new();
+        for (name, tensor) in tensors {
+            out.insert(name, tensor);
+        }
+        Ok(out)
+    }
+
+    /// One tensor from one source.
+    fn take<'a>(&'a self, source: &Source<'a>) -> Result<HostTensor<'a>> {
+        let shape = source.taken();
+        let data = self.files.bytes(source.entry, source.span());
+        if let Take::Columns(columns) = &source.take {
+            let size = source.dtype.size();
+            let mut values = vec![bf16::ZERO; shape.iter().product()];
+            let rows = data.par_chunks_exact(source.row_bytes());
+            values.par_chunks_exact_mut(columns.len()).zip(rows).for_each(|(to, row)| {
+                copy(&row[columns.start * size..columns.end * size], to);
+            });
+            return Ok(HostTensor::bf16(&shape, values));
+        }
+        match source.tensor {
+            "w13_sf" | "w2_sf" => self.check_block_scales(source, data)?,
+            "w13_gs" | "w2_gs" => self.check_global_scales(source, data)?,
+            _ => {}
+        }
+        // Bytes may be called by either name in a file; the layer's name for scales is E4M3.
+        let dtype = if matches!(source.tensor, "w13_sf" | "w2_sf") { DType::E4m3 } else { source.dtype };
+        let tensor = safetensors::tensor(&source.name, dtype, &shape, data)?;
+        Ok(narrowed(source.tensor, tensor))
+    }
+
+    /// A norm's or gate's weights.
+    pub(super) fn vector(&self, layer: usize, suffix: &str, n: usize) -> Result<HostTensor<'_>> {
+        let (name, entry) = self.entry(layer, suffix)?;
+        let (name, dtype) = self.check(name, entry, VECTOR, &[&[n]])?;
+        let data = self.files.bytes(entry, 0..entry.range.len());
+        Ok(narrowed("input_norm", safetensors::tensor(&name, dtype, &[n], data)?))
+    }
+
+    /// `[rows, hidden]`: the sources' rows one after another, heads in interleaved order.
+    fn fuse(&self, sources: &[&Source], rows: usize, hidden: usize) -> HostTensor<'static> {
+        let order: Vec<&[u8]> = sources
+            .iter()
+            .flat_map(|s| {
+                let data = self.files.bytes(s.entry, s.span());
+                let row = move |r: usize| &data[r * s.row_bytes()..(r + 1) * s.row_bytes()];
+                let n = s.taken()[0];
+                let from = move |r: usize| match s.take {
+                    Take::Heads(_, head) => r / head * head + half_split(r % head, head),
+                    _ => r,
+                };
+                (0..n).map(move |r| row(from(r)))
+            })
+            .collect();
+        let mut values = vec![bf16::ZERO; rows * hidden];
+        values.par_chunks_exact_mut(hidden).zip(order).for_each(|(to, row)| copy(row, to));
+        HostTensor::bf16(&[rows, hidden], values)
+    }
+
+    fn check_block_scales(&self, source: &Source, data: &[u8]) -> Result<()> {
+        const CHUNK: usize = 1 << 22;
+        let bad = data.par_chunks(CHUNK).enumerate().find_map_first(|(i, part)| match nvfp4::check_scales("", part) {
+            Err(Error::NanScale { index, .. }) => Some(i * CHUNK + index),
+            _ => None,
+        });
+        match bad {
+            None => Ok(()),
+            Some(at) => {
+                let at = source.span().start + at;
+                let (width, rows) = (source.entry.shape[2], source.entry.shape[1]);
+                let index = [at / width / rows, at / width % rows, at % width];
+                Err(self.bad_value(source, "block scales that are not NaN", format!("NaN at {index:?}")))
+            }
+        }
+    }
+
+    fn check_global_scales(&self, source: &Source, data: &[u8]) -> Result<()> {
+        let values = data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        match values.enumerate().find(|(_, v)| !(v.is_finite() && *v >= 0.0)) {
+            None => Ok(()),
+            Some((i, v)) => {
+                let at = source.span().start / 4 + i;
+                Err(self.bad_value(source, "global scales that are finite, not negative", format!("{v} at {at}")))
+            }
+        }
+    }
+
+    fn bad_value(&self, source: &Source, wanted: &str, got: String) -> Error {
+        fault(self.files.path(source.entry), &source.name, wanted, got)
+    }
+}
+
+/// Where row `r` of a head in interleaved order stands in half-split order: `new[2 i + j] = old[head / 2 * j + i]`.
+fn half_split(r: usize, head: usize) -> usize {
+    head / 2 * (r % 2) + r / 2
+}
+
+fn copy(bytes: &[u8], to: &mut [bf16]) {
+    for (v, b) in to.iter_mut().zip(bytes.chunks_exact(2)) {
+        *v = bf16::from_le_bytes([b[0], b[1]]);
+    }
+}
+
+/// A vector that was stored as FP32 but holds BF16 values, as BF16: the same values in the type that every
+/// backend takes. (The router stays FP32.)
+fn narrowed<'a>(tensor: &str, values: HostTensor<'a>) -> HostTensor<'a> {
+    let HostData::F32(wide) = &values.data else { return values };
+    if matches!(tensor, "router" | "router_bias" | "w13_gs" | "w2_gs") {
+        return values;
+    }
+    let narrow: Vec<bf16> = wide.iter().map(|&v| bf16::from_f32(v)).collect();
+    if narrow.iter().zip(wide.iter()).all(|(n, w)| n.to_f32().to_bits() == w.to_bits()) {
+        return HostTensor::bf16(&values.shape, narrow);
+    }
+    values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::half_split;
+
+    #[test]
+    fn interleaved_rows_come_from_both_halves() {
+        let order: Vec<usize> = (0..8).map(|r| half_split(r, 8)).collect();
+        assert_eq!(order, [0, 4, 1, 5, 2, 6, 3, 7]);
+        assert_eq!((half_split(2 * 31, 64), half_split(2 * 31 + 1, 64)), (31, 63));
+    }
+}
