@@ -13,90 +13,34 @@
 // tile is loaded and expanded while those run. The unit's width N is the narrowest that holds its tokens, so
 // that few tokens waste nothing. Rows past the expert's tokens are garbage columns, never stored.
 #pragma once
-#include <cuda_bf16.h>
-
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
 #include "../common/wgmma.cuh"
-#include "../include/model.h"
-#include "expert_gemm_config.cuh"
-#include "experts.h"
+#include "expert_gemm_common.cuh"
 #include "nvfp4_dequant.cuh"
 
 namespace msl {
 namespace expert {
-
-// The experts with routes in this pass, by falling count.
-struct Lists {
-  int expert[kLocalExperts];
-  int row[kLocalExperts];         // first row of x and out
-  int count[kLocalExperts];
-  int prefix[kLocalExperts + 1];  // units before the i-th
-  int total;                      // units
-  int slot_bytes;
-  int slots;
-};
-
-struct Unit {
-  int expert, row, tokens, width, block, split;
-};
 
 template <class C>
 struct Shared {
   uint64_t full[C::kMaxSlots];
   uint64_t empty[C::kMaxSlots];
   Lists lists;
+  int slot_bytes, slots;
 };
 
-// By one warp: window of the pass, ranks by count, units. Lists are read past L1 (written by a kernel of
-// this step).
+// Slots for the widest stage that this pass needs.
 template <class C, int kKind>
-__device__ __forceinline__ void build_lists(Lists& lists, const ExpertGemmParams& p, int units_per_chunk) {
-  const int lane = threadIdx.x & 31;
-  int low = __ldcg(p.expert_offsets + lane) - p.route_begin;
-  int high = __ldcg(p.expert_offsets + lane + 1) - p.route_begin;
-  low = min(max(low, 0), p.route_bound);
-  high = min(max(high, 0), p.route_bound);
-  const int count = high - low;
-  int rank = 0, before = 0;
-  const int units = (count + C::kMaxN - 1) / C::kMaxN * units_per_chunk;
+__device__ __forceinline__ void size_ring(Shared<C>& s) {
+  const int widest = tile_width(min(max(s.lists.count[0], 1), C::kMaxN));
+  int bytes = 0;
+  constexpr int kWidths[8] = {8, 16, 32, 64, 96, 128, 192, 256};
 #pragma unroll
-  for (int i = 0; i < 32; i++) {
-    const int other = __shfl_sync(~0u, count, i), other_units = __shfl_sync(~0u, units, i);
-    if (other > count || (other == count && i < lane)) rank++, before += other_units;
-  }
-  lists.expert[rank] = lane;
-  lists.row[rank] = low;
-  lists.count[rank] = count;
-  lists.prefix[rank] = before;
-  if (rank == 31) lists.prefix[32] = lists.total = before + units;
-  if (rank == 0) {
-    int bytes = 0;  // the widest stage that this pass needs
-    const int widest = tile_width(min(max(count, 1), C::kMaxN));
-    constexpr int kWidths[8] = {8, 16, 32, 64, 96, 128, 192, 256};
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (kWidths[i] <= widest) bytes = max(bytes, stage_bytes(kWidths[i], kKind, C::kRowGroups));
-    lists.slot_bytes = bytes;
-    lists.slots = min(C::kRingBytes / bytes, C::kMaxSlots);
-  }
-}
-
-// Unit u; `i` is the caller's place in the list, which only moves forward.
-template <class C>
-__device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int& i, const GemmArgs& a) {
-  while (u >= lists.prefix[i + 1]) i++;
-  const int per_chunk = a.blocks * a.p.splits;
-  const int local = u - lists.prefix[i];
-  const int chunk = local / per_chunk, rest = local - chunk * per_chunk;
-  Unit unit;
-  unit.expert = lists.expert[i];
-  unit.row = lists.row[i] + chunk * C::kMaxN;
-  unit.tokens = min(lists.count[i] - chunk * C::kMaxN, C::kMaxN);
-  unit.width = tile_width(unit.tokens);
-  unit.block = rest / a.p.splits;
-  unit.split = rest - unit.block * a.p.splits;
-  return unit;
+  for (int i = 0; i < 8; i++)
+    if (kWidths[i] <= widest) bytes = max(bytes, stage_bytes(kWidths[i], kKind, C::kRowGroups));
+  s.slot_bytes = bytes;
+  s.slots = min(C::kRingBytes / bytes, C::kMaxSlots);
 }
 
 // --- producer ------------------------------------------------------------------------------------
@@ -106,59 +50,55 @@ template <class C, int kKind>
 struct StageCursor {
   const GemmArgs& a;
   const Lists& lists;
-  int u, i = 0, k = 0, k_end = 0, tiles = 1;
+  int u, i = 0, k = 0, k_end = 0, tiles = 1, width = 8;
   Unit unit;
   bool valid;
   __device__ __forceinline__ StageCursor(const GemmArgs& args, const Lists& l) : a(args), lists(l), u(blockIdx.x) { open(); }
   __device__ __forceinline__ void open() {
     valid = u < lists.total;
     if (!valid) return;
-    unit = decode_unit<C>(lists, u, i, a);
+    unit = decode_unit<C::kMaxN>(lists, u, i, a.blocks, a.p.splits);
+    width = tile_width(unit.tokens);
     const int k_tiles = kExpertDim / kTileK / a.p.splits;
     k = unit.split * k_tiles;
     k_end = k + k_tiles;
-    tiles = stage_tiles(unit.width, kKind);
+    tiles = stage_tiles(width, kKind);
   }
   __device__ __forceinline__ void next() {
     k += tiles;
     if (k == k_end) u += gridDim.x, open();
   }
   __device__ __forceinline__ int token_boxes() const {
-    return unit.width <= 32 ? (unit.tokens + 7) / 8 : (unit.tokens + 63) / 64;
+    return width <= 32 ? (unit.tokens + 7) / 8 : (unit.tokens + 63) / 64;
   }
   __device__ __forceinline__ uint32_t bytes() const {
-    return tiles * (C::kRowGroups * tile_bytes(kKind) + token_boxes() * (unit.width <= 32 ? 1024 : 8192));
+    return tiles * (C::kRowGroups * tile_bytes(kKind) + token_boxes() * (width <= 32 ? 1024 : 8192));
   }
   __device__ __forceinline__ void load_weights(uint8_t* slot, uint64_t* bar) const {
     constexpr int kBytes = tile_bytes(kKind);
     const uint64_t policy = lists.count[i] > C::kMaxN ? kEvictNormal : kEvictFirst;
     const int64_t tile = (int64_t(unit.expert) * a.blocks + unit.block) * C::kRowGroups * (kExpertDim / kTileK) + k;
     const uint8_t* src = static_cast<const uint8_t*>(a.p.weight) + tile * kBytes;
-    uint8_t* dst = slot + tiles * stage_rows(unit.width) * 128;
+    uint8_t* dst = slot + tiles * stage_rows(width) * 128;
 #pragma unroll
     for (int r = 0; r < C::kRowGroups; r++)
       bulk_load(dst + r * tiles * kBytes, src + int64_t(r) * (kExpertDim / kTileK) * kBytes, tiles * kBytes, bar, policy);
   }
   __device__ __forceinline__ void load_tokens(uint8_t* slot, uint64_t* bar) const {
     const int boxes = token_boxes();
-    if (unit.width <= 32) {  // [box of 8 rows][k tile][1 KB]
+    if (width <= 32) {  // [box of 8 rows][k tile][1 KB]
       for (int b = 0; b < boxes; b++) tma_load_3d(slot + b * tiles * 1024, &a.tokens8, 0, unit.row + 8 * b, k, bar);
     } else {  // [k tile][rows]
       for (int t = 0; t < tiles; t++)
         for (int b = 0; b < boxes; b++)
-          tma_load_2d(slot + t * stage_rows(unit.width) * 128 + b * 8192, &a.tokens64, (k + t) * 64, unit.row + 64 * b, bar);
+          tma_load_2d(slot + t * stage_rows(width) * 128 + b * 8192, &a.tokens64, (k + t) * 64, unit.row + 64 * b, bar);
     }
-  }
-  static __device__ __forceinline__ void tma_load_3d(void* dst, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}],"
-        " [%2], %6;" ::"r"(smem_u32(dst)), "l"(map), "r"(smem_u32(bar)), "r"(x), "r"(y), "r"(z), "l"(kEvictNormal) : "memory");
   }
 };
 
 template <class C, int kKind>
 __device__ __forceinline__ void produce(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
-  const int slots = s.lists.slots, slot_bytes = s.lists.slot_bytes;
+  const int slots = s.slots, slot_bytes = s.slot_bytes;
   StageCursor<C, kKind> cursor(a, s.lists);
   int filled = 0;
   for (; filled < slots && cursor.valid; filled++, cursor.next()) {
@@ -269,52 +209,6 @@ __device__ __forceinline__ void multiply(Shared<C>& s, Ring& ring, int row_group
   if (lane == 0) mbar_arrive(&s.empty[previous]);
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t*>(&v);
-}
-// Transposes an 8 x 8 matrix of 16-bit values held by a warp (lane 4 g + c: row g, columns 2c, 2c + 1).
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-__device__ __forceinline__ float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
-
-// Scales, SwiGLU and stores of one warpgroup's 64 rows x `tokens`.
-template <int N>
-__device__ __forceinline__ void store_tile(const ExpertGemmParams& p, const Unit& unit, int m_tile, const float (&acc)[N / 2]) {
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  if (p.swiglu) {
-    const float gate_scale = p.scale[unit.expert * 2], up_scale = p.scale[unit.expert * 2 + 1];
-    // Positions 8 warp .. + 8 of the tile's 32 in the experts' k order; token g after the transpose.
-    __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + int64_t(unit.row + g) * kExpertDim + m_tile * 32 + warp * 8 + c * 2;
-#pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-      const float v0 = swiglu(acc[4 * j] * gate_scale, acc[4 * j + 2] * up_scale);
-      const float v1 = swiglu(acc[4 * j + 1] * gate_scale, acc[4 * j + 3] * up_scale);
-      const uint32_t packed = transpose_8x8(pack_bf16(v0, v1));
-      if (8 * j + g < unit.tokens) *reinterpret_cast<uint32_t*>(out + int64_t(8 * j) * kExpertDim) = packed;
-    }
-  } else {
-    const float scale = p.scale[unit.expert];
-    const int64_t at = int64_t(unit.row + 2 * c) * kExpertDim + m_tile * 64 + warp * 16 + g * 2;
-    __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + at;
-    float* out_f32 = static_cast<float*>(p.out) + int64_t(unit.split) * p.route_bound * kExpertDim + at;
-#pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-#pragma unroll
-      for (int b = 0; b < 2; b++) {
-        if (8 * j + 2 * c + b >= unit.tokens) continue;
-        const float v0 = acc[4 * j + b] * scale, v1 = acc[4 * j + 2 + b] * scale;
-        const int64_t row = int64_t(8 * j + b) * kExpertDim;
-        if (p.splits > 1) *reinterpret_cast<float2*>(out_f32 + row) = make_float2(v0, v1);
-        else *reinterpret_cast<uint32_t*>(out + row) = pack_bf16(v0, v1);
-      }
-    }
-  }
-}
-
 template <class C, int kKind, int N>
 __device__ __forceinline__ void consume_unit(const GemmArgs& a, Shared<C>& s, Ring& ring, float* reduce, const Unit& unit,
                                              int row_group, int split_group, bool first, bool last) {
@@ -342,7 +236,7 @@ __device__ __forceinline__ void consume_unit(const GemmArgs& a, Shared<C>& s, Ri
     }
     if (!last) asm volatile("bar.arrive %0, %1;" ::"r"(taken), "r"(kMeeting) : "memory");
   }
-  store_tile<N>(a.p, unit, unit.block * C::kRowGroups + row_group, acc);
+  store_rows<N>(a.p, unit, unit.block * C::kRowGroups + row_group, (threadIdx.x >> 5) & 3, acc);
 }
 
 template <class C, int kKind>
@@ -350,17 +244,17 @@ __device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t
   pdl_wait();
   const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   const int row_group = group / C::kSplitGroups, split_group = group % C::kSplitGroups;
-  Ring ring{ring_base, s.lists.slots, s.lists.slot_bytes, 0, 0};
+  Ring ring{ring_base, s.slots, s.slot_bytes, 0, 0};
   bool first = true;
   int i = 0;
   for (int u = blockIdx.x; u < s.lists.total; u += static_cast<int>(gridDim.x), first = false) {
-    const Unit unit = decode_unit<C>(s.lists, u, i, a);
+    const Unit unit = decode_unit<C::kMaxN>(s.lists, u, i, a.blocks, a.p.splits);
     const bool last = u + static_cast<int>(gridDim.x) >= s.lists.total;
 #define MSL_WIDTH(N)                                                                                           \
   case N:                                                                                                      \
     if constexpr (N <= C::kMaxN) consume_unit<C, kKind, N>(a, s, ring, reduce, unit, row_group, split_group, first, last); \
     break;
-    switch (unit.width) {
+    switch (tile_width(unit.tokens)) {
       MSL_WIDTH(8) MSL_WIDTH(16) MSL_WIDTH(32) MSL_WIDTH(64) MSL_WIDTH(96) MSL_WIDTH(128) MSL_WIDTH(192) MSL_WIDTH(256)
     }
 #undef MSL_WIDTH
@@ -376,7 +270,9 @@ __global__ void __launch_bounds__(C::kBlockThreads, C::kMinBlocks) expert_gemm_k
   float* reduce = reinterpret_cast<float*>(ring + C::kRingBytes);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (warp == 0) {
-    build_lists<C, kKind>(s.lists, a.p, a.blocks * a.p.splits);
+    build_lists<C::kMaxN>(s.lists, a.p, a.blocks * a.p.splits);
+    __syncwarp();
+    if (threadIdx.x == 0) size_ring<C, kKind>(s);
   } else if (warp == 1 && (threadIdx.x & 31) == 0) {
     for (int i = 0; i < C::kMaxSlots; i++) {
       mbar_init(&s.full[i], 1);

@@ -40,6 +40,14 @@ int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
   const cuuint64_t row_bytes = kExpertDim * 2, rows = p.route_bound;
   {
     const cuuint64_t dims[3] = {64, rows, kExpertDim / 64}, strides[2] = {row_bytes, 128};
+    if (shape == Shape::kFew) {
+      for (int i = 0; i < 4; i++) {
+        const cuuint32_t box[3] = {64, 1u << i, 4};
+        if (const int error = encode(&a.few[i], p.x, 3, dims, strides, box)) return error;
+      }
+      a.blocks = (p.swiglu ? 2 * kExpertDim : kExpertDim) / 64;
+      return launch_few(a, l);
+    }
     const cuuint32_t box[3] = {64, 8, static_cast<cuuint32_t>(stage_tiles(8, p.weight_kind))};
     if (const int error = encode(&a.tokens8, p.x, 3, dims, strides, box)) return error;
   }
@@ -48,9 +56,8 @@ int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
     const cuuint32_t box[2] = {64, 64};
     if (const int error = encode(&a.tokens64, p.x, 2, dims, strides, box)) return error;
   }
-  const int matrix_rows = p.swiglu ? 2 * kExpertDim : kExpertDim;
-  a.blocks = matrix_rows / (shape == Shape::kFew ? 64 : 128);
-  return shape == Shape::kFew ? launch_few(a, l) : launch_many(a, l);
+  a.blocks = (p.swiglu ? 2 * kExpertDim : kExpertDim) / 128;
+  return launch_many(a, l);
 }
 
 }  // namespace expert

@@ -10,7 +10,7 @@ int prepare_experts();  // opt-in shared memory, first touch, the tensor-map enc
 namespace expert {
 // Which kernel serves a launch. The choice (experts.cu) follows from the parameters alone.
 enum class Shape : int {
-  kFew = 1,   // decode and verify: 64 weight rows a unit, warpgroups split K, small shared memory
+  kFew = 1,   // one or two experts' worth of tokens: 64 weight rows a unit, mma, small shared memory
   kMany = 2,  // prefill: 128 rows x up to 256 tokens
 };
 
@@ -18,6 +18,7 @@ enum class Shape : int {
 struct GemmArgs {
   ExpertGemmParams p;
   int32_t blocks;         // row blocks of an expert's matrix
+  CUtensorMap few[4];     // the few-token kernel's: x as below, boxes of 64 x 1, 2, 4, 8 x 4 k tiles
   CUtensorMap tokens8;    // x as (64 columns, rows, 64 groups of columns); box 64 x 8 x (k tiles of a stage)
   CUtensorMap tokens64;   // x as (4096 columns, rows); box 64 x 64
 };

@@ -15,8 +15,8 @@ pub const SKINNY_TOKENS: u32 = 128;
 pub const ROUTER_ROWS_TOKENS: u32 = 64;
 /// Query lengths above this take the tiled attention kernel.
 pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
-/// Up to this many tokens the experts take the few-token kernel. w13 and w2 in a chain take 15.4, 25.4 and
-/// 35.5 us with it on one, two and three experts and 86 on eight; 21.2, 26.5, 35.6 and 67 with the other.
+/// Up to this many tokens the experts take the few-token kernel. w13 and w2 in a chain take 17.4, 21.6 and
+/// 31.2 us with it on one, two and three experts and 79 on eight; 21.2, 26.5, 35.6 and 67 with the other.
 pub const FEW_TOKENS: u32 = 1;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
