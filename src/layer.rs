@@ -188,8 +188,35 @@ impl DecoderLayer {
         output: &DeviceOutput,
         stream: Stream,
     ) -> Result<()> {
+        self.whole(plan, workspace, input, output, stream, None)
+    }
+
+    /// A step that calls `after` with the name of each operation once it is queued, so that a benchmark
+    /// can put events between them (with a plan without dependent launch: else they overlap).
+    #[doc(hidden)]
+    pub fn profile(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &DeviceInput,
+        output: &DeviceOutput,
+        stream: Stream,
+        after: &After,
+    ) -> Result<()> {
+        self.whole(plan, workspace, input, output, stream, Some(after))
+    }
+
+    fn whole(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &DeviceInput,
+        output: &DeviceOutput,
+        stream: Stream,
+        after: Option<&After>,
+    ) -> Result<()> {
         let checked = step::check_step(plan, input, output, self.has_next_norm)?;
-        self.run(plan, workspace, checked, stream, Segment::Whole, |args, scratch| {
+        self.run(plan, workspace, checked, (stream, after), Segment::Whole, |args, scratch| {
             let tap = |tap| output.taps.get(tap).map(DeviceTensor::ptr);
             attention_args(args, &input.attention);
             args.attn_core = tap(Tap::AttnCore).unwrap_or(0);
@@ -220,7 +247,7 @@ impl DecoderLayer {
         stream: Stream,
     ) -> Result<()> {
         let checked = step::check_attention_block(plan, input, attn_out)?;
-        self.run(plan, workspace, checked, stream, Segment::Attention, |args, _| {
+        self.run(plan, workspace, checked, (stream, None), Segment::Attention, |args, _| {
             attention_args(args, input);
             args.attn_out = attn_out.ptr();
         })
@@ -236,7 +263,7 @@ impl DecoderLayer {
         stream: Stream,
     ) -> Result<()> {
         let checked = step::check_moe_block(plan, input, output)?;
-        self.run(plan, workspace, checked, stream, Segment::Moe, |args, scratch| {
+        self.run(plan, workspace, checked, (stream, None), Segment::Moe, |args, scratch| {
             args.stream = input.stream.ptr();
             args.attn_out = input.attn_out.ptr();
             args.local_start = input.local_start.ptr();
@@ -259,7 +286,7 @@ impl DecoderLayer {
         stream: Stream,
     ) -> Result<()> {
         let checked = step::check_final_block(plan, input, output, self.has_next_norm)?;
-        self.run(plan, workspace, checked, stream, Segment::Final, |args, _| {
+        self.run(plan, workspace, checked, (stream, None), Segment::Final, |args, _| {
             args.stream_after_attn = input.stream_after_attn.ptr();
             args.moe_mix = input.moe_mix.ptr();
             args.hidden = output.hidden.as_ref().map_or(0, DeviceTensor::ptr);
@@ -274,7 +301,7 @@ impl DecoderLayer {
         plan: &Plan,
         workspace: &mut Workspace,
         checked: Checked,
-        stream: Stream,
+        (stream, after): (Stream, Option<&After>),
         segment: Segment,
         fill: impl FnOnce(&mut Args, &Layout),
     ) -> Result<()> {
@@ -305,7 +332,7 @@ impl DecoderLayer {
                     sm_count: device.sm_count() as i32,
                     dependent: plan.key.dependent_launch as i32,
                 };
-                Step { device, weights, plan, scratch, args, launch }.run(segment)
+                Step { device, weights, plan, scratch, args, launch, after }.run(segment)
             }
         }
     }
@@ -324,6 +351,10 @@ impl DecoderLayer {
         Ok(())
     }
 }
+
+/// What a measured step does between its operations, by name.
+#[doc(hidden)]
+pub type After<'a> = dyn Fn(&'static str) -> Result<()> + 'a;
 
 /// The parts of a layer between which ranks communicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -420,8 +420,8 @@ pub struct SyntheticStep {
     pub cache: SyntheticCache,
 }
 
-/// Makes the step `spec` under `seed`.
-pub fn step(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<SyntheticStep> {
+/// Makes the inputs of the step `spec` under `seed`, for a cache of as many pages as the table has entries.
+pub fn input(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<SyntheticInput> {
     config.validate()?;
     crate::config::check_page_size(spec.page_size)?;
     let (hidden, page, batch) = (config.hidden, spec.page_size, spec.q_lens.len());
@@ -456,26 +456,32 @@ pub fn step(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<Syntheti
     }
     let cache_seqlens = lengths.iter().zip(&spec.q_lens).map(|(s, q)| (s + q) as i32).collect();
     let (stream, attn_input) = residual_stream(hidden, spec, seed);
-    let elements = pages * page * config.kv_size();
+    Ok(SyntheticInput {
+        stream,
+        attn_input,
+        positions,
+        cache_loc,
+        cu_seqlens_q,
+        cache_seqlens,
+        page_table,
+        table_width,
+        local_start: spec.local_start,
+    })
+}
+
+/// Makes the step `spec` under `seed`.
+pub fn step(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<SyntheticStep> {
+    let input = input(config, spec, seed)?;
+    let elements = input.page_table.len() * spec.page_size * config.kv_size();
     Ok(SyntheticStep {
-        input: SyntheticInput {
-            stream,
-            attn_input,
-            positions,
-            cache_loc,
-            cu_seqlens_q,
-            cache_seqlens,
-            page_table,
-            table_width,
-            local_start: spec.local_start,
-        },
+        input,
         cache: SyntheticCache {
             k: cached_keys(config, spec, seed, elements),
             v: {
                 let values = Stream::new(seed, "v_cache");
                 Stream::fill(elements, |i| f32_to_e4m3(values.normal(i) / spec.v_scale))
             },
-            page_size: page,
+            page_size: spec.page_size,
             k_scale: spec.k_scale,
             v_scale: spec.v_scale,
         },

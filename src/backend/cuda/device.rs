@@ -1,4 +1,4 @@
-//! Driver, devices and allocations. The only file, with `ops.rs`, that calls CUDA.
+//! Driver, devices and allocations. The only file, with `ops.rs` and `graph.rs`, that calls CUDA.
 //!
 //! Devices are used through their primary context, which the runtime API inside the kernels' library and
 //! every other user of the device in the process share. It is made current for the length of a call and
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// `CUDA_ERROR_*` as [`Error::Cuda`].
-fn check(call: &'static str, result: sys::CUresult) -> Result<()> {
+pub(super) fn check(call: &'static str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }

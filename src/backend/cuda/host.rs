@@ -15,8 +15,9 @@ use crate::tensor::{DType, DeviceTensor};
 use half::bf16;
 
 /// Device copies of a step's tensors.
-struct Uploads<'a> {
-    device: &'a Device,
+#[derive(Debug)]
+pub(super) struct Uploads {
+    device: Device,
     kept: Vec<Buffer>,
 }
 
@@ -29,14 +30,18 @@ macro_rules! upload {
     };
 }
 
-impl Uploads<'_> {
+impl Uploads {
+    pub(super) fn new(device: &Device) -> Uploads {
+        Uploads { device: device.clone(), kept: Vec::new() }
+    }
+
     fn bytes(&mut self, dtype: DType, shape: &[usize], bytes: &[u8]) -> Result<DeviceTensor> {
         let buffer = self.device.upload(bytes)?;
         Ok(self.keep(dtype, shape, buffer))
     }
 
     /// An output: filled with 0xFF (NaN), so that what a kernel leaves out is seen.
-    fn output(&mut self, dtype: DType, shape: &[usize]) -> Result<DeviceTensor> {
+    pub(super) fn output(&mut self, dtype: DType, shape: &[usize]) -> Result<DeviceTensor> {
         let buffer = self.device.allocate(shape.iter().product::<usize>() as u64 * dtype.size() as u64)?;
         buffer.fill(0xFF)?;
         Ok(self.keep(dtype, shape, buffer))
@@ -54,10 +59,57 @@ impl Uploads<'_> {
     upload!(i32, i32, I32);
     upload!(i64, i64, I64);
 
-    fn read<const N: usize, T>(&self, t: &DeviceTensor, from: fn([u8; N]) -> T) -> Result<Vec<T>> {
+    pub(super) fn read<const N: usize, T>(&self, t: &DeviceTensor, from: fn([u8; N]) -> T) -> Result<Vec<T>> {
         let mut bytes = vec![0; t.len() * t.dtype().size()];
         self.device.read(t.ptr(), &mut bytes)?;
         Ok(bytes.chunks_exact(N).map(|b| from(b.try_into().unwrap_or([0; N]))).collect())
+    }
+
+    /// All inputs of a step over `cache` with its scales of keys and values.
+    pub(super) fn input(
+        &mut self,
+        hidden: usize,
+        input: &StepInput,
+        cache: PagedKvCache,
+        scales: [f32; 2],
+    ) -> Result<DeviceInput> {
+        let batch = &input.batch;
+        let (tokens, requests) = (batch.positions.len(), batch.requests());
+        let stride = if requests > 1 { batch.table_stride } else { batch.table_width.max(1) };
+        let table = self.i32(&[batch.page_table.len()], batch.page_table)?;
+        let shape = [requests, batch.table_width];
+        // SAFETY: a view of `table`, whose extent `Batch::validate` checks against rows and stride.
+        let page_table = unsafe { DeviceTensor::strided(table.ptr(), DType::I32, &shape, &[stride as i64, 1]) };
+        Ok(DeviceInput {
+            attention: AttentionInput {
+                attn_input: self.bf16(&[tokens, hidden], input.attn_input)?,
+                positions: self.i64(&[tokens], batch.positions)?,
+                cache_loc: self.i64(&[tokens], batch.cache_loc)?,
+                cu_seqlens_q: self.i32(&[requests + 1], batch.cu_seqlens_q)?,
+                cache_seqlens: self.i32(&[requests], batch.cache_seqlens)?,
+                page_table,
+                k_scale: self.f32(&[1], &scales[..1])?,
+                v_scale: self.f32(&[1], &scales[1..])?,
+                cache,
+            },
+            stream: self.f32(&[tokens, hidden], input.stream)?,
+            local_start: self.i32(&[1], &[input.local_start])?,
+            num_tokens_non_padded: match input.num_tokens_non_padded {
+                Some(n) => Some(self.i32(&[1], &[n.min(i32::MAX as usize) as i32])?),
+                None => None,
+            },
+        })
+    }
+
+    /// A step's outputs.
+    pub(super) fn outputs(&mut self, layer: &DecoderLayer, tokens: usize, taps: DeviceTaps) -> Result<DeviceOutput> {
+        let (hidden, top_k) = (layer.config().hidden, layer.config().top_k);
+        Ok(DeviceOutput {
+            hidden: if layer.has_next_norm() { Some(self.output(DType::Bf16, &[tokens, hidden])?) } else { None },
+            stream: self.output(DType::F32, &[tokens, hidden])?,
+            topk_ids: self.output(DType::I32, &[tokens, top_k])?,
+            taps,
+        })
     }
 
     fn read_f32(&self, t: &DeviceTensor) -> Result<Vec<f32>> {
@@ -95,7 +147,7 @@ pub(crate) fn forward(
     options: &StepOptions,
 ) -> Result<StepOutput> {
     let config = layer.config();
-    let (hidden, batch) = (config.hidden, &input.batch);
+    let hidden = config.hidden;
     let tokens = input.stream.len() / hidden;
     for (tensor, len) in [("stream", input.stream.len()), ("attn_input", input.attn_input.len())] {
         if len != tokens * hidden {
@@ -107,35 +159,12 @@ pub(crate) fn forward(
     let mut workspace = layer.workspace(&plan)?;
     workspace.poison(device)?;
 
-    let mut up = Uploads { device, kept: Vec::new() };
+    let mut up = Uploads::new(device);
     let shape = [pages, cache.page_size, config.kv_heads, config.head_dim];
     let k = up.bytes(DType::E4m3, &shape, cache.k)?;
     let v = up.bytes(DType::E4m3, &shape, cache.v)?;
-    let requests = batch.requests();
-    let stride = if requests > 1 { batch.table_stride } else { batch.table_width.max(1) };
-    let table = up.i32(&[batch.page_table.len()], batch.page_table)?;
-    // SAFETY: a view of `table`, whose extent `Batch::validate` checked against rows and stride.
-    let page_table =
-        unsafe { DeviceTensor::strided(table.ptr(), DType::I32, &[requests, batch.table_width], &[stride as i64, 1]) };
-    let device_input = DeviceInput {
-        attention: AttentionInput {
-            attn_input: up.bf16(&[tokens, hidden], input.attn_input)?,
-            positions: up.i64(&[tokens], batch.positions)?,
-            cache_loc: up.i64(&[tokens], batch.cache_loc)?,
-            cu_seqlens_q: up.i32(&[requests + 1], batch.cu_seqlens_q)?,
-            cache_seqlens: up.i32(&[requests], batch.cache_seqlens)?,
-            page_table,
-            k_scale: up.f32(&[1], &[cache.k_scale])?,
-            v_scale: up.f32(&[1], &[cache.v_scale])?,
-            cache: PagedKvCache::new(k.clone(), v.clone())?,
-        },
-        stream: up.f32(&[tokens, hidden], input.stream)?,
-        local_start: up.i32(&[1], &[input.local_start])?,
-        num_tokens_non_padded: match input.num_tokens_non_padded {
-            Some(n) => Some(up.i32(&[1], &[n.min(i32::MAX as usize) as i32])?),
-            None => None,
-        },
-    };
+    let device_input =
+        up.input(hidden, input, PagedKvCache::new(k.clone(), v.clone())?, [cache.k_scale, cache.v_scale])?;
     let mut taps = DeviceTaps::default();
     // The scores are an output of a host step whether taps are wanted or not.
     if options.taps == Taps::All {
@@ -143,12 +172,7 @@ pub(crate) fn forward(
             taps.set(tap, up.output(tap.dtype(), &tap.shape(tokens))?);
         }
     }
-    let output = DeviceOutput {
-        hidden: if layer.has_next_norm() { Some(up.output(DType::Bf16, &[tokens, hidden])?) } else { None },
-        stream: up.output(DType::F32, &[tokens, hidden])?,
-        topk_ids: up.output(DType::I32, &[tokens, config.top_k])?,
-        taps,
-    };
+    let output = up.outputs(layer, tokens, taps)?;
     layer.forward(&plan, &mut workspace, &device_input, &output, Stream::LEGACY)?;
     device.synchronize()?;
 

@@ -9,6 +9,8 @@
 //! | `device.rs` | driver, devices, allocations |
 //! | `ops.rs` | one method per operation: fills the struct, calls the entry point |
 //! | `host.rs` | a step on host arrays: upload, run, download |
+//! | `resident.rs` | a step whose tensors live on the device, for measurements |
+//! | `graph.rs` | streams, events, captured graphs, an emptied L2 cache |
 //!
 //! The decisions and the structs need no toolkit: they are compiled, and tested, in every build.
 
@@ -20,11 +22,15 @@ pub mod bridge;
 #[cfg(feature = "cuda")]
 pub mod device;
 #[cfg(feature = "cuda")]
+pub mod graph;
+#[cfg(feature = "cuda")]
 pub mod host;
 #[cfg(feature = "cuda")]
 pub(crate) mod ops;
 #[cfg(feature = "cuda")]
 pub mod params;
+#[cfg(feature = "cuda")]
+pub mod resident;
 
 #[cfg(feature = "cuda")]
 pub use device::{Buffer, Device};

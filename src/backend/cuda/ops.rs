@@ -6,6 +6,7 @@ use crate::backend::cuda::params::*;
 use crate::backend::cuda::{bridge, model as m, Buffer, Device};
 use crate::config::{QueryPrecision, WeightKind};
 use crate::error::{Error, Result};
+use crate::layer::After;
 use crate::plan::{DensePlan, Plan, RouterForm};
 use crate::step::Args;
 use crate::weights::device::DeviceWeights;
@@ -19,6 +20,8 @@ pub(crate) struct Step<'a> {
     pub scratch: Layout,
     pub args: Args,
     pub launch: Launch,
+    /// Called after each operation is queued, with its name.
+    pub after: Option<&'a After<'a>>,
 }
 
 /// The model's query factor times the head's scale.
@@ -27,10 +30,13 @@ const SOFTMAX_SCALE: f32 = 5.473_006_5 / 8.0;
 const PLANES_STRIDE: i32 = 3 * m::HIDDEN as i32;
 
 impl Step<'_> {
-    /// In a debugging plan, names the operation (the last name is the one that hangs), waits for it, and
+    /// Tells the caller who measures. In a debugging plan, names the operation (the last name is the one that hangs), waits for it, and
     /// names it in the error if it failed.
     fn launched(&self, operation: &'static str, result: Result<()>) -> Result<()> {
         result?;
+        if let Some(after) = self.after {
+            after(operation)?;
+        }
         if !self.plan.key.synchronize {
             return Ok(());
         }

@@ -1,5 +1,6 @@
 //! The command line's arguments.
 
+use crate::bench::SCHEMA;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use muse_spark_layer::synthetic::{Dist, Spread, StepSpec};
 use muse_spark_layer::{LayerConfig, LayerKind, PlanKey, QueryPrecision};
@@ -22,6 +23,9 @@ pub enum Command {
     Run(RunArgs),
     /// Compare the CUDA backend with the CPU reference, tap by tap, over the case matrix.
     Check(CheckArgs),
+    /// Time the judge's cases by graph replay with a flushed L2 cache, against the floor.
+    #[command(after_long_help = SCHEMA)]
+    Bench(BenchArgs),
     /// Print what a step launches and the workspace it needs. Needs no GPU.
     Plan(PlanArgs),
     /// Say what a checkpoint holds for one layer and rank: tensors, types, scales, memory.
@@ -135,6 +139,43 @@ pub struct CheckArgs {
     /// CUDA device.
     #[arg(long, default_value_t = 0)]
     pub device: i32,
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// List the cases and stop.
+    #[arg(long)]
+    pub list: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct BenchArgs {
+    /// Only cases whose name contains one of these parts, separated by |.
+    #[arg(long, default_value = "")]
+    pub only: String,
+    /// Layers with different weights in one graph, each with a cache of its own; times are of one layer.
+    #[arg(long, default_value_t = 1)]
+    pub layers: usize,
+    /// Samples of a case; at least 5 of each input.
+    #[arg(long, default_value_t = 30)]
+    pub reps: usize,
+    /// Also time each operation of a step by itself.
+    #[arg(long)]
+    pub kernels: bool,
+    /// Compare with a recorded JSON; exit code 1 where a case is slower.
+    #[arg(long, value_name = "FILE")]
+    pub baseline: Option<PathBuf>,
+    /// Percent that a case may be slower than its record.
+    #[arg(long, default_value_t = 3.0)]
+    pub tolerance: f64,
+    /// Write the JSON to a file.
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    pub device: i32,
+    /// Seed of weights and inputs.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// List the cases and stop.

@@ -1,8 +1,9 @@
-//! `muse-spark-layer`: runs a synthetic step, checks the CUDA backend against the CPU reference, prints
-//! plans and what the machine offers. Tables go to stdout, progress to stderr; `--json` prints one JSON
-//! object instead of a table. Exit codes: 0 pass, 1 mismatch, 2 could not run.
+//! `muse-spark-layer`: runs a synthetic step, checks the CUDA backend against the CPU reference, times it,
+//! prints plans and what the machine offers. Tables go to stdout, progress to stderr; `--json` prints one JSON
+//! object instead of a table. Exit codes: 0 pass, 1 mismatch or slower than a baseline, 2 could not run.
 
 mod args;
+mod bench;
 mod cases;
 mod check;
 mod env;
@@ -23,6 +24,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Check(args) => check::check(&args),
+        Command::Bench(args) => bench::bench(&args),
         Command::Plan(args) => run::plan(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Synth(args) => synth::synth(&args),

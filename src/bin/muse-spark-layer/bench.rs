@@ -1,0 +1,53 @@
+//! `bench`: times the judge's cases as the judge does, and each operation of a step by itself.
+
+mod cases;
+mod floor;
+mod kernels;
+#[cfg(feature = "cuda")]
+mod measure;
+mod results;
+
+pub use results::SCHEMA;
+
+use crate::args::BenchArgs;
+use crate::run::report_error;
+use muse_spark_layer::{Error, Result};
+
+/// Without the CUDA backend there is nothing to time.
+#[cfg(not(feature = "cuda"))]
+mod measure {
+    pub fn measure(_: &super::BenchArgs, _: &[super::cases::Case]) -> super::Result<super::results::Report> {
+        Err(super::Error::NoCuda)
+    }
+}
+
+/// Times the selected cases. `false`: a case is slower than its record, or gave no finite numbers.
+pub fn bench(args: &BenchArgs) -> Result<bool> {
+    let selected = cases::select(&args.only)?;
+    if args.list {
+        selected.iter().for_each(|c| println!("{}", c.name));
+        return Ok(true);
+    }
+    if args.layers == 0 {
+        return Err(Error::Value { what: "--layers".into(), wanted: "at least 1".into(), got: "0".into() });
+    }
+    // Read first: a run takes long enough to be sorry about a wrong path.
+    let baseline = args.baseline.as_deref().map(results::load).transpose()?;
+    let report = measure::measure(args, &selected)?;
+    if let Some(path) = &args.record {
+        results::record(path, &report)?;
+    }
+    let changes = match &baseline {
+        Some(before) => results::compare(before, &report, args.tolerance)?,
+        None => Vec::new(),
+    };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
+        for c in changes.iter().filter(|c| c.slower) {
+            eprintln!("{}: {:+.1}% against {:.1} us", c.case, c.percent, c.before);
+        }
+    } else {
+        results::print(&report, &changes);
+    }
+    Ok(report.cases.iter().all(|c| c.finite) && !changes.iter().any(|c| c.slower))
+}
