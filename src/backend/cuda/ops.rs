@@ -30,8 +30,8 @@ const SOFTMAX_SCALE: f32 = 5.473_006_5 / 8.0;
 const PLANES_STRIDE: i32 = 3 * m::HIDDEN as i32;
 
 impl Step<'_> {
-    /// Tells the caller who measures. In a debugging plan, names the operation (the last name is the one that hangs), waits for it, and
-    /// names it in the error if it failed.
+    /// Tells a caller who measures. In a debugging plan, names the operation (the last name is the one that
+    /// hangs), waits for it, and names it in the error if it failed.
     fn launched(&self, operation: &'static str, result: Result<()>) -> Result<()> {
         result?;
         if let Some(after) = self.after {
