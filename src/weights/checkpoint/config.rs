@@ -8,6 +8,10 @@ use serde_json::{Map, Value};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
+/// The released factor, as configurations spell it. It is half way between two FP32 numbers, so the layer
+/// takes the crate's own rounding of it, the one that the kernels were built with.
+const QK_SCALE_FACTOR: f64 = 5.473_006_486_387_5;
+
 /// What the configuration says of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct ModelLayer {
@@ -85,6 +89,7 @@ impl ModelConfig {
                 return wrong(what, format!("a multiple of {ranks} ranks"), n);
             }
         }
+        let released = LayerConfig::muse_spark_tp8();
         let config = LayerConfig {
             hidden: self.hidden,
             head_dim: self.head_dim,
@@ -93,7 +98,11 @@ impl ModelConfig {
             window: self.window,
             // Full layers never read it, but the configuration wants a base.
             rope_theta: if found.rope_theta > 0.0 { found.rope_theta } else { 500_000.0 },
-            qk_scale_factor: self.qk_scale_factor as f32,
+            qk_scale_factor: if self.qk_scale_factor == QK_SCALE_FACTOR {
+                released.qk_scale_factor
+            } else {
+                self.qk_scale_factor as f32
+            },
             rms_eps: self.rms_eps as f32,
             post_norm_eps: self.post_norm_eps as f32,
             expert_dim: self.expert_dim,
@@ -105,7 +114,7 @@ impl ModelConfig {
             residual_temperature: self.residual_temperature as f32,
             unpool_slice: self.hidden / ranks,
             experts,
-            ..LayerConfig::muse_spark_tp8()
+            ..released
         };
         config.validate().map_err(|e| match e {
             Error::Config { field, wanted, got } => fault(&self.path, field, wanted, got),
@@ -258,7 +267,7 @@ impl Reader<'_> {
             expert_dim,
             n_experts: self.size("num_local_experts", 256)?,
             top_k: self.size("num_experts_per_tok", 8)?,
-            qk_scale_factor: self.number("qk_scale_factor", 5.473_006_486_387_5)?,
+            qk_scale_factor: self.number("qk_scale_factor", QK_SCALE_FACTOR)?,
             rms_eps: self.number("rms_norm_eps", 1e-5)?,
             post_norm_eps: self.number("post_norm_eps", 1e-8)?,
             router_multiplier: self.number("output_multiplier", 0.176_776_695_296_636_9)?,

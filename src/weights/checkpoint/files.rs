@@ -198,16 +198,16 @@ fn shard(path: PathBuf, number: usize) -> Result<(SafetensorsFile, Vec<(String, 
         }
         entries.push((name, Entry { dtype: kind, shape, range: data + begin..data + end, shard: number }));
     }
+    let mut names = BTreeSet::new();
+    if let Some((name, _)) = entries.iter().find(|(name, _)| !names.insert(name.as_str())) {
+        return Err(fault(&path, name, "one tensor of this name", "two"));
+    }
     let mut order: Vec<&(String, Entry)> = entries.iter().filter(|(_, e)| !e.range.is_empty()).collect();
     order.sort_by_key(|(_, e)| e.range.start);
     if let Some(pair) = order.windows(2).find(|p| p[1].1.range.start < p[0].1.range.end) {
         let wanted = format!("bytes past {}'s, which end at {}", pair[0].0, pair[0].1.range.end - data);
         let got = format!("an overlap from {}", pair[1].1.range.start - data);
         return Err(fault(&path, &pair[1].0, wanted, got));
-    }
-    let mut names = BTreeSet::new();
-    if let Some((name, _)) = entries.iter().find(|(name, _)| !names.insert(name.as_str())) {
-        return Err(fault(&path, name, "one tensor of this name", "two"));
     }
     Ok((file, entries))
 }
