@@ -1,0 +1,36 @@
+//! Checkpoints in the public format: a synthetic one against transformers' layer (`tests/golden/checkpoint`,
+//! made from the same files by the official reader), other layouts of the same files, and bad ones.
+
+#[path = "../cpu_common/mod.rs"]
+mod cpu_common;
+mod files;
+mod golden;
+mod layouts;
+mod refused;
+
+use files::folder;
+use serde_json::Value;
+
+/// The command line writes a checkpoint, reports on it, and fails with exit code 2 where there is none.
+#[test]
+fn command_line() {
+    let Some(program) = option_env!("CARGO_BIN_EXE_muse-spark-layer") else { return };
+    let dir = folder("command-line");
+    let run = |args: &[&str]| std::process::Command::new(program).args(args).output().unwrap();
+    let path = dir.to_str().unwrap();
+    assert!(run(&["synth", "--out", path, "--layers", "3", "--all-nvfp4"]).status.success());
+    let out = run(&["inspect", path, "--layer", "2", "--rank", "7", "--json"]);
+    assert!(out.status.success());
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(report["local_start"], 28);
+    assert_eq!(report["kind"], "full");
+    assert_eq!(report["has_next_norm"], false);
+    assert_eq!(report["parts"].as_array().unwrap().len(), 21);
+    assert_eq!(report["scales"].as_array().unwrap().len(), 5);
+    let table = String::from_utf8(run(&["inspect", path]).stdout).unwrap();
+    assert!(table.contains("mlp.experts.gate_up_proj_weight_scale_2") && table.contains("w13_gs up"), "{table}");
+    let failed = run(&["inspect", path, "--rank", "8"]);
+    assert_eq!(failed.status.code(), Some(2));
+    assert!(String::from_utf8(failed.stderr).unwrap().contains("rank: wanted below 8"));
+    assert_eq!(run(&["inspect", "/nowhere"]).status.code(), Some(2));
+}
