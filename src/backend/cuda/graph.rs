@@ -54,14 +54,15 @@ impl OwnedStream {
         let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: ends the capture that began above, also after an error in it; writes one handle.
         let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(self.handle, &mut graph) });
-        worked?;
-        ended?;
-        // SAFETY: a graph that the driver handed out; the executable graph is a copy of it.
-        let instantiated = check("cuGraphInstantiate", unsafe {
-            let result = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
-            sys::cuGraphDestroy(graph);
-            result
-        });
+        let instantiated = match worked.and(ended) {
+            // SAFETY: the graph that the driver handed out; writes one handle.
+            Ok(()) => check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0) }),
+            error => error,
+        };
+        if !graph.is_null() {
+            // SAFETY: destroyed once; the executable graph is a copy.
+            unsafe { sys::cuGraphDestroy(graph) };
+        }
         instantiated?;
         Ok(Graph { exec, device: self.device.clone(), _memory: PhantomData })
     }
@@ -155,8 +156,8 @@ const FLUSHED_BYTES: u64 = 512 << 20;
 const COPY_BYTES: u64 = 4 << 20;
 
 /// Empties the L2 cache: writes 512 MiB, then reads as much, so that no dirty line of that is left to be
-/// written back on the time of what follows. One graph of about half a millisecond: what is queued behind
-/// it waits for it, not for the host.
+/// written back on the time of what follows. One graph, which runs for longer than the host takes to queue a
+/// step behind it: what is measured does not wait for the host.
 #[derive(Debug)]
 pub struct L2Flush {
     // Dropped before the memory that it writes.
