@@ -22,9 +22,13 @@ pub fn run() {
     for name in locate::VARIABLES {
         println!("cargo:rerun-if-env-changed={name}");
     }
-    println!("cargo:rerun-if-env-changed=DOCS_RS");
-    // Documentation and type checks need no compiled kernel. Nothing built this way links.
-    if std::env::var_os("DOCS_RS").is_some() {
+    // Lints and documentation need no compiled kernel. What is built this way checks but does not link.
+    let mut skip = false;
+    for name in ["DOCS_RS", "MUSE_SPARK_SKIP_KERNELS"] {
+        println!("cargo:rerun-if-env-changed={name}");
+        skip |= std::env::var_os(name).is_some();
+    }
+    if skip {
         return;
     }
     let environment = locate::Environment::of_process(&manifest);
