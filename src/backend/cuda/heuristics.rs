@@ -15,9 +15,10 @@ pub const SKINNY_TOKENS: u32 = 128;
 pub const ROUTER_ROWS_TOKENS: u32 = 64;
 /// Query lengths above this take the tiled attention kernel.
 pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
-/// Up to this many tokens the experts take the few-token kernel. w13 and w2 in a chain take 17.4, 21.6 and
-/// 31.2 us with it on one, two and three experts and 79 on eight; 21.2, 26.5, 35.6 and 67 with the other.
-pub const FEW_TOKENS: u32 = 1;
+/// Up to this many tokens the experts take the few-token kernel: none. Alone it is quicker on one to three
+/// experts (w13 and w2 in a chain 17.4, 21.6 and 31.2 us; the other 21.2, 26.5 and 35.6), but a whole step of
+/// one token takes 93 to 107 us with it and 87 to 101 with the other.
+pub const FEW_TOKENS: u32 = 0;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
 /// Up to this many tokens one pass covers every route there can be.
