@@ -29,11 +29,16 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, HostTensor};
 use crate::weights::LayerWeights;
 use files::{Entry, Files};
+use rayon::prelude::*;
 use std::fmt::Display;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Prefixes of the text model's layers: inside the multimodal model, and alone.
 const PREFIXES: [&str; 2] = ["model.language_model.layers.", "model.layers."];
+
+/// Layers that [`Checkpoint::load`] has in hand at a time.
+const AT_ONCE: usize = 4;
 
 pub(crate) fn fault(path: &Path, what: &str, wanted: impl Display, got: impl Display) -> Error {
     Error::Checkpoint { path: path.into(), what: what.into(), wanted: wanted.to_string(), got: got.to_string() }
@@ -116,6 +121,25 @@ impl Checkpoint {
         let weights = LayerWeights::from_host(&config, tensors)?;
         let local_start = (rank * config.local_experts) as i32;
         Ok(CheckpointLayer { kind: self.model.layers[layer].kind, local_start, weights, config })
+    }
+
+    /// Takes many layers in parallel, a few at a time, so that the host holds the copies of those few only:
+    /// `take` gets each with its index (and puts it on a device, for one) and returns what is kept. The first
+    /// error ends it, and nothing is kept then.
+    pub fn load<T: Send>(
+        &self,
+        layers: Range<usize>,
+        rank: usize,
+        ranks: usize,
+        take: impl Fn(usize, CheckpointLayer<'_>) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let all: Vec<usize> = layers.collect();
+        let mut kept = Vec::with_capacity(all.len());
+        for some in all.chunks(AT_ONCE) {
+            let taken = some.par_iter().map(|&l| take(l, self.layer(l, rank, ranks)?));
+            kept.append(&mut taken.collect::<Result<Vec<T>>>()?);
+        }
+        Ok(kept)
     }
 
     /// A layer's own `input_layernorm` weight `w` (used as `1 + w`): layer 0's makes the first attention

@@ -74,6 +74,11 @@ fn layers_load_in_parallel() {
         let together: Vec<u64> = pairs.par_iter().map(|&(l, r)| digest(l, r)).collect();
         assert_eq!(alone, together);
     }
+    // Many layers at once, a few at a time; each comes under its index.
+    let loaded = checkpoint.load(0..6, 3, 4, |l, layer| Ok((l, synthetic::digest_all(layer.weights.host().unwrap()))));
+    let wanted: Vec<(usize, u64)> = (0..6).map(|l| (l, alone[4 * l + 3])).collect();
+    assert_eq!(loaded.unwrap(), wanted);
+    assert!(checkpoint.load(3..7, 3, 4, |l, _| Ok(l)).unwrap_err().to_string().contains("num_hidden_layers"));
 }
 
 fn same_layers(a: &Path, b: &Path) {

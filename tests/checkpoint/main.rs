@@ -27,7 +27,12 @@ fn command_line() {
     assert_eq!(report["has_next_norm"], false);
     assert_eq!(report["parts"].as_array().unwrap().len(), 21);
     assert_eq!(report["scales"].as_array().unwrap().len(), 5);
-    let table = String::from_utf8(run(&["inspect", path]).stdout).unwrap();
+    let out = run(&["inspect", path, "--json"]);
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let kinds: Vec<&str> = report["layers"].as_array().unwrap().iter().map(|l| l["kind"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["sliding", "sliding", "full"]);
+    assert!(String::from_utf8(run(&["inspect", path]).stdout).unwrap().contains("sliding"));
+    let table = String::from_utf8(run(&["inspect", path, "--layer", "0"]).stdout).unwrap();
     assert!(table.contains("mlp.experts.gate_up_proj_weight_scale_2") && table.contains("w13_gs up"), "{table}");
     let failed = run(&["inspect", path, "--rank", "8"]);
     assert_eq!(failed.status.code(), Some(2));

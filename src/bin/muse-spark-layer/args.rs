@@ -202,8 +202,9 @@ pub struct PlanArgs {
 pub struct InspectArgs {
     /// Folder with config.json and model.safetensors.index.json (or model.safetensors).
     pub checkpoint: PathBuf,
-    #[arg(long, default_value_t = 0)]
-    pub layer: usize,
+    /// The layer to list; without it, every layer is loaded and gets a line.
+    #[arg(long)]
+    pub layer: Option<usize>,
     #[arg(long, default_value_t = 0)]
     pub rank: usize,
     /// Ranks of tensor and expert parallelism.
@@ -219,7 +220,7 @@ pub struct SynthArgs {
     /// Folder to write; new or empty.
     #[arg(long)]
     pub out: PathBuf,
-    /// full: 7.9 GB a layer, 26.5 GB one with BF16 experts.
+    /// full: 7.8 GB a layer, 26.3 GB one with BF16 experts.
     #[arg(long, value_enum, default_value = "small")]
     pub dims: Dims,
     /// Layers of the model: 6 by default, 3 at full size.

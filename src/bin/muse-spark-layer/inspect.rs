@@ -1,10 +1,10 @@
-//! `inspect`: what a checkpoint holds for one layer and rank, after loading it.
+//! `inspect`: what a checkpoint holds for a rank, one layer in detail or all in a line each, after loading it.
 
 use crate::args::InspectArgs;
 use crate::{report, run::report_error};
 use muse_spark_layer::numerics::e4m3_to_f32;
 use muse_spark_layer::weights::checkpoint::{Checkpoint, Part};
-use muse_spark_layer::{LayerConfig, LayerKind, NamedTensors, Result};
+use muse_spark_layer::{LayerConfig, LayerKind, NamedTensors, Result, WeightKind};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -98,36 +98,128 @@ fn scales(tensors: &NamedTensors) -> Vec<Scales> {
     out
 }
 
+/// A layer's line where all are listed.
+#[derive(serde::Serialize)]
+struct LayerLine {
+    layer: usize,
+    kind: LayerKind,
+    experts: WeightKind,
+    bytes: u64,
+    mapped_bytes: u64,
+    copied_bytes: u64,
+    device_bytes: u64,
+    has_next_norm: bool,
+}
+
+#[derive(serde::Serialize)]
+struct AllReport {
+    checkpoint: PathBuf,
+    rank: usize,
+    ranks: usize,
+    quantization: Option<String>,
+    layers: Vec<LayerLine>,
+    load_seconds: f64,
+}
+
+/// Bytes of the parts that are copied, or of those that are not.
+fn bytes(parts: &[Part], copied: bool) -> u64 {
+    parts.iter().filter(|p| p.copied == copied).map(|p| p.bytes).sum()
+}
+
+/// Loads every layer of the rank.
+fn every_layer(args: &InspectArgs, checkpoint: &Checkpoint) -> Result<bool> {
+    let n = checkpoint.model().layers.len();
+    let (bar, start) = (report::bar(n), Instant::now());
+    bar.set_message("layers");
+    let layers = checkpoint.load(0..n, args.rank, args.ranks, |l, layer| {
+        let parts = checkpoint.parts(l, args.rank, args.ranks)?;
+        bar.inc(1);
+        Ok(LayerLine {
+            layer: l,
+            kind: layer.kind,
+            experts: layer.config.experts,
+            bytes: bytes(&parts, false) + bytes(&parts, true),
+            mapped_bytes: bytes(&parts, false),
+            copied_bytes: bytes(&parts, true),
+            device_bytes: device_bytes(&layer.config, &parts),
+            has_next_norm: layer.weights.has_next_norm(),
+        })
+    })?;
+    bar.finish_and_clear();
+    let report = AllReport {
+        checkpoint: args.checkpoint.clone(),
+        rank: args.rank,
+        ranks: args.ranks,
+        quantization: checkpoint.model().quantization.clone(),
+        layers,
+        load_seconds: start.elapsed().as_secs_f64(),
+    };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
+        return Ok(true);
+    }
+    let mut table =
+        report::table(&["layer", "attention", "experts", "MB", "mapped", "copied", "device, packed", "next norm"]);
+    let mb = |bytes: u64| format!("{:.3}", bytes as f64 / 1e6);
+    for l in &report.layers {
+        table.add_row([
+            l.layer.to_string(),
+            l.kind.to_string(),
+            l.experts.to_string(),
+            mb(l.bytes),
+            mb(l.mapped_bytes),
+            mb(l.copied_bytes),
+            mb(l.device_bytes),
+            if l.has_next_norm { "yes" } else { "none" }.to_string(),
+        ]);
+    }
+    println!("{table}");
+    let sum = |f: fn(&LayerLine) -> u64| mb(report.layers.iter().map(f).sum());
+    println!(
+        "{}",
+        report::facts(&[
+            ("checkpoint", report.checkpoint.display().to_string()),
+            ("rank", format!("{} of {}", report.rank, report.ranks)),
+            ("quantisation", report.quantization.clone().unwrap_or_else(|| "not named".into())),
+            ("this rank's part", format!("{} MB", sum(|l| l.bytes))),
+            ("device, packed", format!("{} MB", sum(|l| l.device_bytes))),
+            ("loaded in", format!("{:.3} s", report.load_seconds)),
+        ])
+    );
+    Ok(true)
+}
+
 pub fn inspect(args: &InspectArgs) -> Result<bool> {
     let progress = report::spinner("opening the checkpoint");
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
-    let parts = checkpoint.parts(args.layer, args.rank, args.ranks)?;
-    progress.set_message(format!("loading layer {} for rank {} of {}", args.layer, args.rank, args.ranks));
+    let Some(at) = args.layer else {
+        progress.finish_and_clear();
+        return every_layer(args, &checkpoint);
+    };
+    let parts = checkpoint.parts(at, args.rank, args.ranks)?;
+    progress.set_message(format!("loading layer {at} for rank {} of {}", args.rank, args.ranks));
     let start = Instant::now();
-    let layer = checkpoint.layer(args.layer, args.rank, args.ranks)?;
+    let layer = checkpoint.layer(at, args.rank, args.ranks)?;
     let load_seconds = start.elapsed().as_secs_f64();
     let scales = layer.weights.host().map(scales).unwrap_or_default();
     progress.finish_and_clear();
 
-    let total = |copied: Option<bool>| {
-        parts.iter().filter(|p| copied.is_none_or(|c| p.copied == c)).map(|p| p.bytes).sum::<u64>()
-    };
     let model = checkpoint.model();
     let report = InspectReport {
         checkpoint: args.checkpoint.clone(),
-        layer: args.layer,
+        layer: at,
         layers: model.layers.len(),
         rank: args.rank,
         ranks: args.ranks,
         kind: layer.kind,
-        rope_theta: model.layers[args.layer].rope_theta,
+        rope_theta: model.layers[at].rope_theta,
         quantization: model.quantization.clone(),
         local_start: layer.local_start,
         has_next_norm: layer.weights.has_next_norm(),
         scales,
-        bytes: total(None),
-        mapped_bytes: total(Some(false)),
-        copied_bytes: total(Some(true)),
+        bytes: bytes(&parts, false) + bytes(&parts, true),
+        mapped_bytes: bytes(&parts, false),
+        copied_bytes: bytes(&parts, true),
         device_bytes: device_bytes(&layer.config, &parts),
         load_seconds,
         parts,

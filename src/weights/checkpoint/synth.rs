@@ -55,7 +55,7 @@ impl SynthSpec {
         }
     }
 
-    /// The released dimensions: 7.9 GB a layer, 26.5 GB one with BF16 experts.
+    /// The released dimensions: 7.8 GB a layer, 26.3 GB one with BF16 experts.
     pub fn full(layers: usize) -> SynthSpec {
         SynthSpec {
             hidden: 8192,
