@@ -157,10 +157,14 @@ fn documented_defaults() {
         for key in ["layer_types", "layer_rope_theta", "rope_parameters", "mlp_layer_types", "qk_scale_factor"] {
             t.remove(key);
         }
+        t.insert("n_shared_experts".into(), 0.into());
+        t.insert("moe_w13_interleaved".into(), false.into());
         for key in ["output_multiplier", "rms_norm_eps", "post_norm_eps", "residual_gate_temperature", "hidden_act"] {
             t.remove(key);
         }
     });
+    // Not the text model's.
+    edit_json(&dir.join("config.json"), |m| _ = m.insert("vision_config".into(), json!({"interleaved": true})));
     let untouched = small("defaults-untouched");
     let (a, b) = (Checkpoint::open(&dir).unwrap(), Checkpoint::open(untouched).unwrap());
     assert_eq!(a.model().layers, b.model().layers);

@@ -33,6 +33,8 @@ fn refused(dir: &Path, wanted: &[&str]) {
 #[case::shape("quantization_config", json!({"quantization_config": "nvfp4"}), "nvfp4")]
 #[case::interleaved("moe_w13_interleaved", json!({"text_config": {"moe_w13_interleaved": true}}), "rows in halves")]
 #[case::interleaved_rope("rope_interleave", json!({"text_config": {"rope_interleave": true}}), "rows in halves")]
+#[case::interleaved_codes("quantization_config.interleaved", json!({"quantization_config": {"quant_algo": "NVFP4", "interleaved": 1}}), "rows in halves")]
+#[case::window("sliding_window", json!({"text_config": {"sliding_window": null}}), "null")]
 #[case::shared("n_shared_experts", json!({"text_config": {"n_shared_experts": 1}}), "no shared experts")]
 #[case::scaled("rope_scaling.rope_type", json!({"text_config": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}}), "not scaled")]
 #[case::scaled_type("rope_parameters.rope_type", json!({"text_config": {"rope_parameters": {"rope_type": "llama3"}}}), "llama3")]

@@ -55,7 +55,12 @@ impl ModelConfig {
             Some(other) => return Err(fault(&path, "text_config", "an object", other)),
         };
         let mut config = Reader { path: &path, map: text }.model()?;
-        refuse_flags(&path, "", &root)?;
+        for (key, value) in &root {
+            // Vision and audio have settings of their own, which are none of the layer's.
+            if !value.is_object() || ["text_config", "quantization_config"].contains(&key.as_str()) {
+                refuse_flag(&path, key, key, value)?;
+            }
+        }
         for map in [&root, text] {
             if let Some(value) = map.get("quantization_config").filter(|v| !v.is_null()) {
                 config.quantization = Some(quantization(&path, "quantization_config", value)?);
@@ -63,9 +68,9 @@ impl ModelConfig {
         }
         let path = dir.join("hf_quant_config.json");
         if path.exists() {
-            let root = object(&path, &path)?;
-            refuse_flags(&path, "", &root)?;
-            config.quantization = Some(quantization(&path, "quantization", &Value::Object(root))?);
+            let root = Value::Object(object(&path, &path)?);
+            refuse_flag(&path, "quantization", "", &root)?;
+            config.quantization = Some(quantization(&path, "quantization", &root)?);
         }
         Ok(config)
     }
@@ -136,26 +141,23 @@ pub(super) fn object(path: &Path, at: &Path) -> Result<Map<String, Value>> {
 
 /// Refuses settings that change what the weights mean, wherever they stand: rows of gate and up (or of q
 /// and k) interleaved in the file, and shared experts.
-fn refuse_flags(path: &Path, at: &str, map: &Map<String, Value>) -> Result<()> {
-    let on = |v: &Value| match v {
+fn refuse_flag(path: &Path, name: &str, key: &str, value: &Value) -> Result<()> {
+    let on = match value {
         Value::Bool(b) => *b,
         Value::Number(n) => n.as_f64() != Some(0.0),
         Value::String(s) => !s.is_empty(),
         _ => false,
     };
-    for (key, value) in map {
-        let name = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
-        if on(value) && key.contains("interleave") {
-            return Err(fault(path, &name, "rows in halves (gate then up; q and k half-split)", value));
-        }
-        if on(value) && key.contains("shared_expert") {
-            return Err(fault(path, &name, "no shared experts", value));
-        }
-        if let Value::Object(inner) = value {
-            refuse_flags(path, &name, inner)?;
-        }
+    if on && key.contains("interleave") {
+        return Err(fault(path, name, "rows in halves (gate then up; q and k half-split)", value));
     }
-    Ok(())
+    if on && key.contains("shared_expert") {
+        return Err(fault(path, name, "no shared experts", value));
+    }
+    match value {
+        Value::Object(map) => map.iter().try_for_each(|(k, v)| refuse_flag(path, &format!("{name}.{k}"), k, v)),
+        _ => Ok(()),
+    }
 }
 
 /// Checks a quantisation's settings: ModelOpt's NVFP4 with blocks of 16, or none. Gives its name.
@@ -246,6 +248,9 @@ impl Reader<'_> {
         self.only("model_type", &["muse_spark_text".into(), "muse_spark".into()])?;
         self.only("hidden_act", &["silu".into()])?;
         self.only("attention_bias", &[false.into()])?;
+        if let Some(null @ Value::Null) = self.map.get("sliding_window") {
+            return Err(self.wrong("sliding_window", "a number of tokens", null));
+        }
         let layers = self.size("num_hidden_layers", 62)?;
         if let Some(types) = self.per_layer("mlp_layer_types", layers)? {
             if let Some(i) = types.iter().position(|t| t != "sparse") {
