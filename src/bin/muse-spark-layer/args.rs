@@ -26,6 +26,8 @@ pub enum Command {
     /// Time the judge's cases by graph replay with a flushed L2 cache, against the floor.
     #[command(after_long_help = SCHEMA)]
     Bench(BenchArgs),
+    /// Write a step's intermediate results to a file, or say where two such files part.
+    Trace(TraceArgs),
     /// Print what a step launches and the workspace it needs. Needs no GPU.
     Plan(PlanArgs),
     /// Say what a checkpoint holds for one layer and rank: tensors, types, scales, memory.
@@ -34,6 +36,8 @@ pub enum Command {
     Synth(SynthArgs),
     /// Say what this build and this machine offer.
     Env(EnvArgs),
+    /// Print a shell's completion script.
+    Completions { shell: clap_complete::Shell },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -50,6 +54,12 @@ pub enum Dims {
     Full,
     /// Small dimensions, CPU only.
     Small,
+}
+
+impl std::fmt::Display for Dims {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if *self == Dims::Full { "full" } else { "small" })
+    }
 }
 
 impl Dims {
@@ -181,6 +191,42 @@ pub struct BenchArgs {
     /// List the cases and stop.
     #[arg(long)]
     pub list: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct TraceArgs {
+    #[command(subcommand)]
+    pub command: TraceCommand,
+}
+
+#[derive(Subcommand)]
+pub enum TraceCommand {
+    /// Run one step as `run` does and write its taps, outputs and arguments to a safetensors file.
+    Dump(DumpArgs),
+    /// Compare two dumps tap by tap. Exit code 1: one departs; 2: they cannot be compared.
+    Diff(DiffArgs),
+}
+
+#[derive(Args)]
+pub struct DumpArgs {
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// The file to write.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+}
+
+#[derive(Args)]
+pub struct DiffArgs {
+    /// The dump that is taken for right: distances are relative to it.
+    pub a: PathBuf,
+    pub b: PathBuf,
+    /// Relative L2 distance that a row of a tap may have. A token with other experts departs at any tolerance.
+    #[arg(long, default_value_t = 0.01)]
+    pub tolerance: f64,
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,

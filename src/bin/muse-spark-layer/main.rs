@@ -1,5 +1,5 @@
 //! `muse-spark-layer`: runs a synthetic step, checks the CUDA backend against the CPU reference, times it,
-//! prints plans and what the machine offers. Tables go to stdout, progress to stderr; `--json` prints one JSON
+//! traces it, prints plans and what the machine offers, looks into checkpoints. Tables go to stdout, progress to stderr; `--json` prints one JSON
 //! object instead of a table. Exit codes: 0 pass, 1 mismatch or slower than a baseline, 2 could not run.
 
 mod args;
@@ -12,9 +12,11 @@ mod machine;
 mod report;
 mod run;
 mod synth;
+mod trace;
 
 use args::{Cli, Command};
-use clap::Parser;
+use clap::{CommandFactory, Parser};
+use std::io::Write;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -25,10 +27,12 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Trace(args) => trace::trace(&args),
         Command::Plan(args) => run::plan(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Synth(args) => synth::synth(&args),
         Command::Env(args) => env::env(&args),
+        Command::Completions { shell } => completions(shell),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
@@ -38,4 +42,11 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+fn completions(shell: clap_complete::Shell) -> muse_spark_layer::Result<bool> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "muse-spark-layer", &mut script);
+    let written = std::io::stdout().write_all(&script);
+    written.map(|()| true).map_err(|source| muse_spark_layer::Error::File { path: "stdout".into(), source })
 }

@@ -3,7 +3,8 @@
 use crate::args::{BackendChoice, PlanArgs, RunArgs};
 use crate::{machine, report};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput};
-use muse_spark_layer::{synthetic, Backend, DecoderLayer, LayerConfig, LayerWeights, Plan, Result};
+use muse_spark_layer::synthetic::{self, SyntheticStep};
+use muse_spark_layer::{Backend, DecoderLayer, LayerConfig, LayerWeights, Plan, Result, Taps};
 use std::time::Instant;
 
 /// Which of the step's routes stay on this rank.
@@ -61,8 +62,32 @@ struct RunReport {
     routing: Routing,
 }
 
-/// One synthetic step.
-pub fn run(args: &RunArgs) -> Result<bool> {
+/// A synthetic step and what came out.
+pub struct Ran {
+    pub backend: Backend,
+    pub step: SyntheticStep,
+    pub output: StepOutput,
+    pub local_start: i32,
+    pub weights_seconds: f64,
+    pub load_seconds: f64,
+    pub step_ms: f64,
+}
+
+impl Ran {
+    pub fn backend_name(&self) -> &'static str {
+        match self.backend {
+            Backend::Cpu => "cpu",
+            Backend::Cuda { .. } => "cuda",
+        }
+    }
+
+    pub fn device(&self) -> String {
+        machine::name(self.backend)
+    }
+}
+
+/// Makes weights and inputs, and runs the step; twice where the step's routes decide the expert range.
+pub fn simulate(args: &RunArgs, taps: Taps) -> Result<Ran> {
     let config = args.dims.config();
     let (backend, reason) = match args.backend {
         BackendChoice::Cpu => (Backend::Cpu, None),
@@ -85,7 +110,7 @@ pub fn run(args: &RunArgs) -> Result<bool> {
     progress.set_message("making the step's inputs");
     let mut local_start = args.local_start.unwrap_or(0);
     let mut step = synthetic::step(&config, &args.step.spec(local_start), args.seed)?;
-    let options = StepOptions::new(args.step.kind, args.step.query);
+    let options = StepOptions { taps, ..StepOptions::new(args.step.kind, args.step.query) };
     let mut forward = |local_start: i32| -> Result<(StepOutput, f64)> {
         step.input.local_start = local_start;
         let mut cache = step.cache.clone();
@@ -100,13 +125,19 @@ pub fn run(args: &RunArgs) -> Result<bool> {
         (output, step_ms) = forward(local_start)?;
     }
     progress.finish_and_clear();
+    Ok(Ran { backend, step, output, local_start, weights_seconds, load_seconds, step_ms })
+}
 
+/// One synthetic step.
+pub fn run(args: &RunArgs) -> Result<bool> {
+    let ran = simulate(args, Taps::None)?;
+    let Ran { step, output, local_start, weights_seconds, load_seconds, step_ms, .. } = &ran;
     let hidden: Vec<f32> = output.hidden.iter().map(|h| h.to_f32()).collect();
     let update: Vec<f32> = output.stream.iter().zip(&step.input.stream).map(|(a, b)| a - b).collect();
     let finite = output.stream.iter().chain(&hidden).all(|v| v.is_finite());
     let report = RunReport {
-        backend: if backend == Backend::Cpu { "cpu" } else { "cuda" },
-        device: machine::name(backend),
+        backend: ran.backend_name(),
+        device: ran.device(),
         tokens: args.step.batch * args.step.q_len,
         batch: args.step.batch,
         q_len: args.step.q_len,
@@ -115,14 +146,14 @@ pub fn run(args: &RunArgs) -> Result<bool> {
         page: args.step.page,
         query: args.step.query.to_string(),
         seed: args.seed,
-        weights_seconds,
-        load_seconds,
-        step_ms,
+        weights_seconds: *weights_seconds,
+        load_seconds: *load_seconds,
+        step_ms: *step_ms,
         stream_rms: report::rms(&output.stream),
         hidden_rms: report::rms(&hidden),
         update_rms: report::rms(&update),
         finite,
-        routing: routing(&config, local_start, &output.topk_ids),
+        routing: routing(&args.dims.config(), *local_start, &output.topk_ids),
     };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
