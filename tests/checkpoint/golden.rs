@@ -161,7 +161,7 @@ fn layers_are_transformers(#[values(1, 2, 4, 8)] ranks: usize, #[values(28, 8)] 
             let part = own.len() / tokens;
             let wanted: Vec<f32> =
                 core.chunks_exact(width).flat_map(|row| row[rank * part..(rank + 1) * part].to_vec()).collect();
-            close(&format!("layer {l} rank {rank}: attn_core"), own, &wanted, 1e-5);
+            close(&format!("layer {l} rank {rank}: attn_core"), own, &wanted, 3e-6);
         }
         let mut ids = got.topk_ids.clone();
         ids.chunks_exact_mut(config.top_k).for_each(<[i32]>::sort);
@@ -171,7 +171,7 @@ fn layers_are_transformers(#[values(1, 2, 4, 8)] ranks: usize, #[values(28, 8)] 
             [("attn_out", &got.attn_out, hidden), ("moe_mix", &got.moe_mix, mix), ("stream", &got.stream, hidden)]
         {
             println!("layer {l} {name}: {:.1e}", relative_l2(got, &golden.f32(l, name, n)));
-            close(&format!("layer {l}: {name}"), got, &golden.f32(l, name, n), 1e-5);
+            close(&format!("layer {l}: {name}"), got, &golden.f32(l, name, n), 3e-6);
         }
         if l + 1 < checkpoint.model().layers.len() {
             // BF16 there: half of its last bit.
@@ -209,6 +209,9 @@ fn a_stack_starts_from_its_input_norm() {
         stream = got.stream;
         attn_input = got.hidden.iter().map(|&v| bf16::from_f32(v)).collect();
     }
-    close("stream", &stream, &golden.f32(layers - 1, "stream", stream.len()), 1e-3);
+    // Last bits of FP32 sums turn some BF16 inputs and E4M3 keys the other way, six layers deep.
+    let wanted = golden.f32(layers - 1, "stream", stream.len());
+    println!("stream after {layers} layers: {:.1e}", relative_l2(&stream, &wanted));
+    close("stream", &stream, &wanted, 1e-2);
     assert!(attn_input.is_empty());
 }

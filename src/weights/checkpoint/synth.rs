@@ -99,7 +99,9 @@ impl SynthSpec {
             };
             put("input_layernorm.weight", &[h], Bf16(0.1));
             put("mlp.experts.post_expert_norm.weight", &[d], Bf16(0.1));
-            for (w, rows, per) in [("down_proj", d, 1), ("gate_up_proj", 2 * d, 2)] {
+            // NVFP4 experts' outputs are small: the norm after them cancels the down projection's scale and
+            // up's, but where its epsilon of 1e-8 counts.
+            for (w, rows, per, small) in [("down_proj", d, 1, 2f32.powi(-13)), ("gate_up_proj", 2 * d, 2, 1.0)] {
                 let w = format!("mlp.experts.{w}");
                 if self.has_bf16_experts(layer) {
                     put(&w, &[n, rows, d], Experts { std: fan_in(d), each: rows * d });
@@ -108,7 +110,7 @@ impl SynthSpec {
                 put(&w, &[n, rows, d / 2], Codes);
                 put(&format!("{w}_weight_scale"), &[n, rows, d / 16], BlockScales);
                 // A code times a scale has a root mean square of 220.
-                let unit = (1.0 / (220.0 * (d as f64).sqrt())) as f32;
+                let unit = (1.0 / (220.0 * (d as f64).sqrt())) as f32 * small;
                 let shape = [n, 2];
                 put(&format!("{w}_weight_scale_2"), &shape[..per], GlobalScales(unit));
                 // ModelOpt's activation scales, which a layer with BF16 activations leaves alone.
