@@ -4,10 +4,10 @@
 #
 #   make run       one decode step at full size, on a Hopper GPU where there is one, else on the CPU
 #   make test      every test, built with CUDA; those that need a GPU say so and skip where there is none
-#   make lint fmt doc bring
+#   make lint fmt doc bench bring
 #
 #   CUDA=0         the CPU-only form of run, test, lint and doc: no toolkit, quick
-#   ARGS="..."     further arguments of run and test
+#   ARGS="..."     further arguments of run, test and bench
 
 CARGO ?= cargo
 PYTHON ?= python3
@@ -25,7 +25,7 @@ FEATURES = $(if $(filter-out 0,$(CUDA)),--features cuda)
 # Cargo shows nothing of a running build script; ours writes a line for each finished step to descriptor 9.
 SHOW_PROGRESS = exec 9>&2; export MUSE_SPARK_PROGRESS=1;
 
-.PHONY: run test lint fmt doc bring bring-for-cuda
+.PHONY: run test lint fmt doc bench bring bring-for-cuda
 .DEFAULT_GOAL := run
 
 run: bring-for-cuda
@@ -45,6 +45,9 @@ fmt:
 
 doc: bring-for-cuda
 	$(SHOW_PROGRESS) RUSTDOCFLAGS="$(RUSTDOCFLAGS) -D warnings" $(CARGO) doc --no-deps $(FEATURES)
+
+bench: bring-for-cuda
+	$(SHOW_PROGRESS) $(CARGO) run $(FEATURES) --bin muse-spark-layer -- bench $(ARGS)
 
 bring:
 	$(PYTHON) third_party/bring.py
