@@ -41,3 +41,8 @@ pub use stream::Stream;
 pub use tensor::{DType, DeviceTensor, HostTensor, NamedTensors};
 pub use weights::LayerWeights;
 pub use workspace::Workspace;
+
+/// The README's example, compiled and run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

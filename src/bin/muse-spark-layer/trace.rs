@@ -61,7 +61,7 @@ fn dump(args: &DumpArgs) -> Result<bool> {
     }
     let ran = simulate(&args.run, Taps::All)?;
     let tokens = ran.step.input.positions.len();
-    let shape = |len: usize| vec![tokens, if tokens == 0 { 0 } else { len / tokens }];
+    let shape = |len: usize| vec![tokens, len.checked_div(tokens).unwrap_or(0)];
     let Some(taps) = &ran.output.taps else {
         return Err(Error::Internal { what: "a step with taps gave none".into() });
     };
