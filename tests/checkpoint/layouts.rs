@@ -182,6 +182,14 @@ fn documented_defaults() {
         let config = model.layer(i, 8, WeightKind::Nvfp4).unwrap();
         assert_eq!(config, LayerConfig::muse_spark_tp8());
     }
+    // Other spellings of the released constants are the released constants; other values are kept.
+    edit_json(&dir.join("config.json"), |m| {
+        text_config(m).insert("output_multiplier".into(), json!(0.176_776_7));
+        text_config(m).insert("qk_scale_factor".into(), json!(5.473_006_5));
+        text_config(m).insert("residual_gate_temperature".into(), json!(0.300_001));
+    });
+    let config = Checkpoint::open(&dir).unwrap().model().layer(0, 8, WeightKind::Nvfp4).unwrap();
+    assert_eq!(config, LayerConfig { residual_temperature: 0.300_001, ..LayerConfig::muse_spark_tp8() });
     // The text model's settings may also stand at the top.
     edit_json(&dir.join("config.json"), |m| *m = json!({"num_hidden_layers": 9}).as_object().unwrap().clone());
     assert_eq!(Checkpoint::open(&dir).unwrap().model().layers.len(), 9);

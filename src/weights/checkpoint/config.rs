@@ -8,10 +8,6 @@ use serde_json::{Map, Value};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-/// The released factor, as configurations spell it. It is half way between two FP32 numbers, so the layer
-/// takes the crate's own rounding of it, the one that the kernels were built with.
-const QK_SCALE_FACTOR: f64 = 5.473_006_486_387_5;
-
 /// What the configuration says of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct ModelLayer {
@@ -103,20 +99,16 @@ impl ModelConfig {
             window: self.window,
             // Full layers never read it, but the configuration wants a base.
             rope_theta: if found.rope_theta > 0.0 { found.rope_theta } else { 500_000.0 },
-            qk_scale_factor: if self.qk_scale_factor == QK_SCALE_FACTOR {
-                released.qk_scale_factor
-            } else {
-                self.qk_scale_factor as f32
-            },
-            rms_eps: self.rms_eps as f32,
-            post_norm_eps: self.post_norm_eps as f32,
+            qk_scale_factor: near(self.qk_scale_factor, released.qk_scale_factor.into()) as f32,
+            rms_eps: near(self.rms_eps, released.rms_eps.into()) as f32,
+            post_norm_eps: near(self.post_norm_eps, released.post_norm_eps.into()) as f32,
             expert_dim: self.expert_dim,
             n_experts: self.n_experts,
             local_experts: self.n_experts / ranks,
             top_k: self.top_k,
-            router_multiplier: self.router_multiplier,
-            route_scale: self.route_scale as f32,
-            residual_temperature: self.residual_temperature as f32,
+            router_multiplier: near(self.router_multiplier, released.router_multiplier),
+            route_scale: near(self.route_scale, released.route_scale.into()) as f32,
+            residual_temperature: near(self.residual_temperature, released.residual_temperature.into()) as f32,
             unpool_slice: self.hidden / ranks,
             experts,
             ..released
@@ -126,6 +118,16 @@ impl ModelConfig {
             other => other,
         })?;
         Ok(config)
+    }
+}
+
+/// The released value where `value` is the same to FP32's precision: kernels are built with the crate's
+/// rounding of it, and a configuration may spell it with more digits or fewer.
+fn near(value: f64, released: f64) -> f64 {
+    if (value - released).abs() <= 1e-7 * released {
+        released
+    } else {
+        value
     }
 }
 
@@ -272,7 +274,7 @@ impl Reader<'_> {
             expert_dim,
             n_experts: self.size("num_local_experts", 256)?,
             top_k: self.size("num_experts_per_tok", 8)?,
-            qk_scale_factor: self.number("qk_scale_factor", QK_SCALE_FACTOR)?,
+            qk_scale_factor: self.number("qk_scale_factor", 5.473_006_486_387_5)?,
             rms_eps: self.number("rms_norm_eps", 1e-5)?,
             post_norm_eps: self.number("post_norm_eps", 1e-8)?,
             router_multiplier: self.number("output_multiplier", 0.176_776_695_296_636_9)?,
