@@ -8,6 +8,20 @@
 //! once. Errors name the file, the tensor, what was wanted and what was found; a layer is given whole or
 //! not at all.
 //!
+//! ```no_run
+//! use muse_spark_layer::weights::Checkpoint;
+//! use muse_spark_layer::{Backend, DecoderLayer};
+//!
+//! # fn main() -> muse_spark_layer::Result<()> {
+//! let checkpoint = Checkpoint::open("Muse-Spark-Open-NVFP4")?;
+//! let (rank, ranks) = (3, 8);
+//! let layers = checkpoint.load(0..checkpoint.model().layers.len(), rank, ranks, |_, layer| {
+//!     DecoderLayer::new(layer.config, layer.weights, Backend::Cuda { device: 3 })
+//! })?;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! What differs between the files and the layer:
 //! * rows of q and k are half-split per head, the layer's RoPE rotates neighbours:
 //!   `new[2 i + j] = old[head_dim / 2 * j + i]`, on every layer (q and k keep their product on layers

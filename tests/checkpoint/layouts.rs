@@ -5,7 +5,7 @@ use half::bf16;
 use muse_spark_layer::synthetic;
 use muse_spark_layer::tensor::{HostData, NamedTensors};
 use muse_spark_layer::weights::Checkpoint;
-use muse_spark_layer::{LayerConfig, LayerKind, WeightKind};
+use muse_spark_layer::{Backend, DecoderLayer, LayerConfig, LayerKind, WeightKind};
 use rayon::prelude::*;
 use safetensors::Dtype;
 use serde_json::{json, Map, Value};
@@ -78,6 +78,10 @@ fn layers_load_in_parallel() {
     let loaded = checkpoint.load(0..6, 3, 4, |l, layer| Ok((l, synthetic::digest_all(layer.weights.host().unwrap()))));
     let wanted: Vec<(usize, u64)> = (0..6).map(|l| (l, alone[4 * l + 3])).collect();
     assert_eq!(loaded.unwrap(), wanted);
+    // What a load makes need not borrow: layers outlive the checkpoint.
+    let layers = checkpoint.load(0..6, 3, 4, |_, layer| DecoderLayer::new(layer.config, layer.weights, Backend::Cpu));
+    let ends: Vec<bool> = layers.unwrap().iter().map(DecoderLayer::has_next_norm).collect();
+    assert_eq!(ends, [true, true, true, true, true, false]);
     assert!(checkpoint.load(3..7, 3, 4, |l, _| Ok(l)).unwrap_err().to_string().contains("num_hidden_layers"));
 }
 
