@@ -336,3 +336,19 @@ fn what_cannot_be_compared_is_refused() {
     safetensors::serialize_to_file(none, None, &c).unwrap();
     run(&["trace", "diff", &text(&a), &text(&c)], 2);
 }
+
+#[test]
+fn the_readme_lists_every_command() {
+    let help = run(&["--help"], 0);
+    let commands = help.split("Commands:").nth(1).unwrap().split("Options:").next().unwrap();
+    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
+    let mut seen = 0;
+    // Descriptions are indented further than names.
+    for line in commands.lines().filter(|l| l.starts_with("  ") && !l.starts_with("   ")) {
+        let command = line.split_whitespace().next().unwrap();
+        let listed = readme.lines().any(|l| l.starts_with("| `") && l.contains(&format!("`{command}`")));
+        assert!(listed || command == "help", "{command} is not in the README");
+        seen += 1;
+    }
+    assert!(seen > 8, "{help}");
+}

@@ -1,0 +1,216 @@
+//! The documentation against the tree: files and links that are named exist, operations are the code's, unsafe
+//! code is where it is said to be, figures are the recorded ones.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// Every page, relative to the root.
+fn pages() -> Vec<String> {
+    let mut pages: Vec<String> =
+        ["README.md", "KERNELS.md", "CHANGELOG.md", "third_party/README.md", "tests/golden/README.md"]
+            .map(String::from)
+            .to_vec();
+    for entry in fs::read_dir(root().join("docs")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if name.ends_with(".md") {
+            pages.push(format!("docs/{name}"));
+        }
+    }
+    assert!(pages.len() > 10, "{pages:?}");
+    pages
+}
+
+/// Every file and folder of the tree, relative to the root, without build outputs.
+fn tree() -> BTreeSet<String> {
+    fn walk(folder: &Path, found: &mut BTreeSet<String>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if name == "target" || (name.starts_with('.') && name != ".ci") {
+                continue;
+            }
+            found.insert(path.strip_prefix(root()).unwrap().to_string_lossy().into_owned());
+            if path.is_dir() {
+                walk(&path, found);
+            }
+        }
+    }
+    let mut found = BTreeSet::new();
+    walk(root(), &mut found);
+    found
+}
+
+/// What stands in single backticks outside code blocks.
+fn code_spans(text: &str) -> Vec<String> {
+    let mut prose = String::new();
+    let mut fenced = false;
+    for line in text.lines() {
+        if line.starts_with("```") {
+            fenced = !fenced;
+        } else if !fenced {
+            prose.push_str(line);
+            prose.push('\n');
+        }
+    }
+    prose.split('`').skip(1).step_by(2).map(String::from).collect()
+}
+
+/// `a/{b,c}.rs` is two paths.
+fn braces(path: &str) -> Vec<String> {
+    let Some((before, (inside, after))) =
+        path.split_once('{').and_then(|(b, rest)| rest.split_once('}').map(|r| (b, r)))
+    else {
+        return vec![path.to_string()];
+    };
+    inside.split(',').map(|part| format!("{before}{part}{after}")).collect()
+}
+
+/// Whether a span reads as a file or folder of this repository.
+fn is_path(span: &str) -> bool {
+    const ENDINGS: [&str; 13] =
+        [".rs", ".cu", ".cuh", ".h", ".cpp", ".py", ".md", ".sh", ".toml", ".txt", ".json", ".lock", "/"];
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_-./{},*".contains(c);
+    !span.starts_with('/') && span.chars().all(plain) && ENDINGS.iter().any(|e| span.ends_with(e))
+}
+
+/// Files that are not this repository's: the judge and the specification, and what a checkpoint holds.
+const ELSEWHERE: [&str; 4] = ["judge.py", "layer.py", "config.json", "model.safetensors.index.json"];
+
+#[test]
+fn files_that_are_named_exist() {
+    let tree = tree();
+    let mut seen = 0;
+    for page in pages() {
+        let beside = Path::new(&page).parent().unwrap().to_string_lossy().into_owned();
+        for span in code_spans(&read(&page)) {
+            if !is_path(&span) || ELSEWHERE.contains(&span.as_str()) {
+                continue;
+            }
+            for path in braces(&span) {
+                let path = path.trim_end_matches('/');
+                let tail = format!("/{path}");
+                let exists = |p: &String| match path.split_once('*') {
+                    Some((start, end)) => {
+                        let inside = ["csrc/", &format!("{beside}/")].into_iter().find_map(|f| p.strip_prefix(f));
+                        [p.as_str(), inside.unwrap_or(p)].iter().any(|p| p.starts_with(start) && p.ends_with(end))
+                    }
+                    // A name without a folder may be anywhere; a path is from the root, csrc or the page's folder.
+                    None if !path.contains('/') => p == path || p.ends_with(&tail),
+                    None => p == path || *p == format!("csrc{tail}") || *p == format!("{beside}{tail}"),
+                };
+                assert!(tree.iter().any(exists), "{page}: `{span}`: there is no {path}");
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 60, "only {seen} names found: does the test still read the pages?");
+}
+
+#[test]
+fn links_resolve() {
+    let mut seen = 0;
+    for page in pages() {
+        let folder = root().join(&page).parent().unwrap().to_path_buf();
+        let text = read(&page);
+        for rest in text.split("](").skip(1) {
+            let link = rest.split(')').next().unwrap();
+            if link.contains("://") {
+                continue;
+            }
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target: PathBuf = if file.is_empty() { root().join(&page) } else { folder.join(file) };
+            assert!(target.exists(), "{page}: {link}");
+            if !anchor.is_empty() {
+                let text = fs::read_to_string(&target).unwrap();
+                let found = text.lines().filter(|l| l.starts_with('#')).any(|l| {
+                    let heading = l.trim_start_matches('#').trim().to_lowercase();
+                    let kept = |c: &char| c.is_alphanumeric() || "-_ ".contains(*c);
+                    heading.chars().filter(kept).collect::<String>().replace(' ', "-") == anchor
+                });
+                assert!(found, "{page}: no heading for {link}");
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen > 10, "only {seen} links found");
+}
+
+/// The operations of the first column of KERNELS.md.
+fn operations() -> BTreeSet<String> {
+    let text = read("KERNELS.md");
+    let rows = text.lines().filter(|l| l.starts_with("| `"));
+    rows.flat_map(|l| code_spans(l.split('|').nth(1).unwrap())).collect()
+}
+
+#[test]
+fn kernels_are_the_codes() {
+    let header = read("csrc/include/ops.h");
+    let entries: BTreeSet<String> = header
+        .lines()
+        .filter_map(|l| l.strip_prefix("int ").and_then(|l| l.split_once('(')))
+        .map(|(name, _)| name.to_string())
+        // How the router's product runs above some tokens, and what a device is opened with.
+        .filter(|name| name != "router_planes" && !name.starts_with("prepare_"))
+        .collect();
+    assert_eq!(operations(), entries, "KERNELS.md against csrc/include/ops.h");
+    let (ops, tests) = (read("src/backend/cuda/ops.rs"), read("tests/gpu/operations.rs"));
+    for operation in operations().iter().filter(|o| !o.starts_with("pack_")) {
+        assert!(ops.contains(&format!("pub fn {operation}(")), "{operation} is no method in ops.rs");
+    }
+    for row in read("KERNELS.md").lines().filter(|l| l.starts_with("| `")) {
+        for test in code_spans(row.split('|').nth(5).unwrap()) {
+            assert!(tests.contains(&test), "the test {test} is not in tests/gpu/operations.rs");
+        }
+    }
+}
+
+#[test]
+fn unsafe_code_is_where_it_is_said_to_be() {
+    let text = read("docs/architecture.md");
+    let section = text.split("## Unsafe code").nth(1).unwrap().split("\n## ").next().unwrap();
+    let said: BTreeSet<String> = code_spans(section).iter().filter(|s| is_path(s)).flat_map(|s| braces(s)).collect();
+    let has = |path: &String| {
+        let source = path.starts_with("src/") && path.ends_with(".rs");
+        source && read(path).contains("allow(unsafe_code)]")
+    };
+    let found: BTreeSet<String> = tree().into_iter().filter(has).collect();
+    assert_eq!(said, found);
+}
+
+#[test]
+fn figures_are_the_recorded_ones() {
+    let record: serde_json::Value = serde_json::from_str(&read("benches/results/h200-judge.json")).unwrap();
+    let timed = record["timed"].as_array().unwrap();
+    let text = read("docs/performance.md");
+    let mut rows = 0;
+    for case in timed {
+        let name = case["case"].as_str().unwrap();
+        let row = text.lines().find(|l| l.starts_with(&format!("| {name} |"))).unwrap_or_else(|| panic!("no {name}"));
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        assert_eq!(cells[2], format!("{:.1}", case["us"].as_f64().unwrap()), "{row}");
+        assert_eq!(cells[4], format!("{:.1}", case["sol_us"].as_f64().unwrap()), "{row}");
+        assert_eq!(cells[5], format!("{:.2}", case["ratio"].as_f64().unwrap()), "{row}");
+        rows += 1;
+    }
+    assert_eq!(rows, 40);
+}
+
+#[test]
+fn the_readme_is_short_and_pages_name_no_machine() {
+    assert!(read("README.md").lines().count() < 250);
+    for page in pages() {
+        let text = read(&page);
+        for place in ["/work/", "/home/", "/root/", "/tmp/"] {
+            assert!(!text.contains(place), "{page} names {place}");
+        }
+    }
+}
