@@ -17,7 +17,7 @@ thread_local! {
 /// Status of an error.
 fn status(error: &Error) -> i32 {
     match error {
-        Error::NanScale { .. } | Error::File { .. } | Error::Format { .. } => 2,
+        Error::NanScale { .. } | Error::File { .. } | Error::Format { .. } | Error::Checkpoint { .. } => 2,
         Error::CudaDimensions { .. } | Error::Unsupported { .. } | Error::UnsupportedGpu { .. } => 3,
         Error::NoCuda | Error::NoDevice { .. } => 4,
         Error::Cuda { .. } | Error::Nccl { .. } => 5,
