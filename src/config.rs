@@ -132,7 +132,7 @@ impl LayerConfig {
             kv_heads: 2,
             window: 2048,
             rope_theta: 500_000.0,
-            qk_scale_factor: 5.473_006_5,
+            qk_scale_factor: 5.473_006_2,
             rms_eps: 1e-5,
             post_norm_eps: 1e-8,
             expert_dim: 4096,

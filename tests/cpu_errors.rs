@@ -79,7 +79,7 @@ fn weights() {
     assert!(matches!(&e, Error::NanScale { tensor, index: 100 } if tensor == "w2_sf"), "{e}");
     let e = weights_error(|w| w.insert("w13_gs", HostTensor::f32(&[8, 3], vec![0.0; 24])));
     assert!(matches!(&e, Error::Shape { tensor, .. } if tensor == "w13_gs"), "{e}");
-    let e = weights_error(|w| w.insert("next_pre_attn_norm", HostTensor::f32(&[64], vec![0.0; 64])));
+    let e = weights_error(|w| w.insert("next_pre_attn_norm", HostTensor::f16(&[64], vec![half::f16::ZERO; 64])));
     assert!(matches!(&e, Error::DType { tensor, .. } if tensor == "next_pre_attn_norm"), "{e}");
     let e = weights_error(|w| w.insert("pooler2", HostTensor::f32(&[1], vec![0.0])));
     assert!(e.to_string().contains("pooler2"), "{e}");

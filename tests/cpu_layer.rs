@@ -547,6 +547,38 @@ fn scales_cancel(#[values(0.5, 2.0, 4.0)] k_scale: f32, #[values(0.25, 2.0)] v_s
     close("attn_core", &got.taps.unwrap().attn_core, &want.taps.unwrap().attn_core, 2e-3);
 }
 
+/// Norm weights and residual gates may be FP32: the values of BF16 ones give the same bits, and a value between
+/// two of BF16 is taken as it is.
+#[test]
+fn vectors_may_be_fp32() {
+    let config = LayerConfig::small();
+    let weights = synthetic::weights(&config, 23).unwrap();
+    let step = synthetic::step(&config, &spec(2, 3, 40, LayerKind::Sliding, 4), 23).unwrap();
+    let run_with =
+        |weights| run(&CpuLayer::new(config.clone(), weights).unwrap(), &mut step.clone(), &exact(LayerKind::Sliding));
+    let want = run_with(weights.clone());
+    for name in [
+        "attn_residual_gate",
+        "pre_ffn_norm",
+        "pre_expert_norm",
+        "post_expert_norm",
+        "post_ffn_norm",
+        "ffn_residual_gate",
+        "next_pre_attn_norm",
+    ] {
+        let widened = |scale: f32| {
+            with(&weights, |w| {
+                let t = w.get(name).unwrap();
+                let values: Vec<f32> = t.to_f32(name).unwrap().iter().map(|v| v * scale).collect();
+                w.insert(name, HostTensor::f32(&t.shape.clone(), values));
+            })
+        };
+        assert!(run_with(widened(1.0)) == want, "{name}");
+        let close = run_with(widened(1.002));
+        assert!(close.stream != want.stream || close.hidden != want.hidden, "{name}");
+    }
+}
+
 /// Without the next layer's norm there is no `hidden`; the stream is the same.
 #[test]
 fn the_last_layer_has_no_hidden() {

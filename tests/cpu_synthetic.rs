@@ -127,8 +127,8 @@ fn stressed_weights() {
     for (name, t) in &plain.0 {
         hard.get(name).unwrap().expect(name, t.dtype(), &t.shape).unwrap();
     }
-    let gate = hard.get("ffn_residual_gate").unwrap().as_bf16("gate").unwrap();
-    let (alpha, _) = muse_spark_layer::backend::cpu::residual_coefficients(&config, gate);
+    let gate = hard.get("ffn_residual_gate").unwrap().to_f32("gate").unwrap();
+    let (alpha, _) = muse_spark_layer::weights::derived::residual_coefficients(&config, &gate);
     let floor = config.residual_gate_eps.sqrt();
     assert!(alpha.contains(&floor) && alpha.iter().any(|a| *a > floor));
     let scales = hard.get("w2_sf").unwrap().as_e4m3("w2_sf").unwrap();

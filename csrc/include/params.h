@@ -28,9 +28,9 @@ struct DenseParams {
   int32_t k;             // a multiple of 64
   int32_t x_stride;      // elements, a multiple of 8
   int32_t out_stride;    // elements between tokens of out
-  int32_t splits;        // K splits, each a contiguous run of k / splits (a multiple of 64); consumers add them in order
+  int32_t splits;        // K splits, each a contiguous run of k tiles of 64 (their numbers differ by one at most); consumers add them in order
   int32_t out_f32;       // 1: out is FP32 even with one split
-  int32_t tile_n;        // tokens per tile: 8, 16, 32, 64 (skinny kernel) or 0: the tiled kernel
+  int32_t tile_n;        // tokens per tile: 8, 16, 32, 64, 96, 128 (skinny kernel) or 0: the tiled kernel
   int32_t planes;        // 1; 3: weight and x hold three BF16 planes of k each (x: [T][3 * k]; weight: k = 3 * k / 64 tiles
                          // a row of tiles) whose product is summed over (0,0) (0,1) (1,0) (1,1) (0,2) (2,0): FP32-grade
 };
@@ -117,14 +117,14 @@ struct AttnBoundaryParams {
   int32_t tokens;
 };
 
-// router: partial logits h @ router^T by FP32 FMA, K split over CTAs (small T); the tiled form is
-// DenseParams with planes = 3.
+// router: partial logits h @ router^T from the FP32 rows, K split over CTAs (T <= 64): by FP32 FMA for the fewest
+// tokens, else by tensor cores over BF16 planes made on the way. The tiled form is DenseParams with planes = 3.
 struct RouterParams {
   const float* weight;       // FP32 [256][8192]
   const void* ffn_input;     // BF16 [T][3][8192]
   float* logits;             // FP32 [splits][T][256]
   int32_t tokens;
-  int32_t splits;            // 32
+  int32_t splits;            // 16 or 32
 };
 
 // router_topk: adds the splits, scores = sigmoid(logit * 0.17677...), top 8 of scores + bias (lowest id

@@ -36,12 +36,7 @@ impl<'a> LayerWeights<'a> {
     /// Host arrays. Also checks that no NVFP4 block scale is NaN.
     pub fn from_host(config: &LayerConfig, tensors: NamedTensors<'a>) -> Result<LayerWeights<'a>> {
         config.validate()?;
-        check(config, tensors.0.keys(), |name| tensors.0.get(name).map(|t| (t.dtype(), t.shape.as_slice())))?;
-        for name in ["w13_sf", "w2_sf"] {
-            if let Some(t) = tensors.0.get(name) {
-                nvfp4::check_scales(name, t.bytes())?;
-            }
-        }
+        check_host(config, &tensors)?;
         Ok(LayerWeights { source: Source::Host(tensors) })
     }
 
@@ -86,6 +81,17 @@ impl<'a> LayerWeights<'a> {
             Source::Device(t) => t.contains_key(NAME),
         }
     }
+}
+
+/// Names, shapes, types and block scales of host arrays.
+pub(crate) fn check_host(config: &LayerConfig, tensors: &NamedTensors) -> Result<()> {
+    check(config, tensors.0.keys(), |name| tensors.0.get(name).map(|t| (t.dtype(), t.shape.as_slice())))?;
+    for name in ["w13_sf", "w2_sf"] {
+        if let Some(t) = tensors.0.get(name) {
+            nvfp4::check_scales(name, t.bytes())?;
+        }
+    }
+    Ok(())
 }
 
 /// Every tensor that is needed is there with a shape and a type that are taken, and no other is.

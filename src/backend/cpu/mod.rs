@@ -13,9 +13,9 @@ mod weights;
 
 pub use attention::{attention, o, out_norm_gate, qk_norm_rope_append, qkv_gate, rope, round_queries, Queries};
 pub use moe::{combine, pooler, pre_expert_norm, router, router_topk, unpooler, w13, w2};
-pub use residual::{attn_boundary, ffn_boundary, residual_coefficients, AttnBoundary, FfnBoundary};
+pub use residual::{attn_boundary, ffn_boundary, AttnBoundary, FfnBoundary};
 pub use step::{Batch, Cache, StepInput, StepOptions, StepOutput, TapValues};
-pub use weights::{expected, CpuWeights};
+pub use weights::CpuWeights;
 
 use crate::config::{LayerConfig, Taps};
 use crate::error::{Error, Result};

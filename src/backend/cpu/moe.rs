@@ -33,7 +33,7 @@ pub fn pooler(config: &LayerConfig, weights: &CpuWeights, ffn_input: &[f32]) -> 
 pub fn pre_expert_norm(config: &LayerConfig, weights: &CpuWeights, pooled: &[f32]) -> Vec<f32> {
     let mut x = pooled.to_vec();
     rms_norm(&mut x, config.expert_dim, config.rms_eps);
-    one_plus(&mut x, weights.pre_expert_norm());
+    one_plus(&mut x, &weights.vector("pre_expert_norm"));
     x
 }
 
@@ -113,7 +113,7 @@ pub fn combine(
 ) -> Vec<f32> {
     let dim = config.expert_dim;
     let mut y = y.to_vec();
-    one_plus(&mut y, weights.post_expert_norm());
+    one_plus(&mut y, &weights.vector("post_expert_norm"));
     rms_norm(&mut y, dim, config.post_norm_eps);
     let mut out = vec![0.0; topk_scores.len() / config.top_k * dim];
     out.par_chunks_mut(dim).enumerate().for_each(|(t, row)| {

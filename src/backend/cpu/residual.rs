@@ -1,35 +1,22 @@
 //! The two residual boundaries.
 
-use super::linalg::{rms_norm, sigmoid};
+use super::linalg::rms_norm;
 use super::weights::CpuWeights;
 use crate::config::LayerConfig;
-use half::bf16;
+use crate::weights::derived::residual_coefficients;
 use rayon::prelude::*;
 
-/// `(alpha, beta)` of a residual gate `[hidden]`: `new = alpha * stream + beta * branch` with
-/// `beta = sigmoid(g / temperature)` and `alpha = sqrt(max((1 - beta) (1 + beta), eps))`.
-pub fn residual_coefficients(config: &LayerConfig, gate: &[bf16]) -> (Vec<f32>, Vec<f32>) {
-    gate.iter()
-        .map(|g| {
-            let w = g.to_f32() / config.residual_temperature;
-            let beta = sigmoid(w);
-            let alpha = (sigmoid(-w) * (1.0 + beta)).max(config.residual_gate_eps).sqrt();
-            (alpha, beta)
-        })
-        .unzip()
-}
-
 /// Multiplies each row of `x` by `1 + w`.
-pub(super) fn one_plus(x: &mut [f32], w: &[bf16]) {
+pub(super) fn one_plus(x: &mut [f32], w: &[f32]) {
     for row in x.chunks_exact_mut(w.len()) {
         for (v, w) in row.iter_mut().zip(w) {
-            *v *= 1.0 + w.to_f32();
+            *v *= 1.0 + w;
         }
     }
 }
 
 /// `stream <- alpha * stream + beta * branch`, row by row.
-fn join(config: &LayerConfig, stream: &mut [f32], branch: &[f32], gate: &[bf16]) {
+fn join(config: &LayerConfig, stream: &mut [f32], branch: &[f32], gate: &[f32]) {
     let (alpha, beta) = residual_coefficients(config, gate);
     let width = config.hidden;
     stream.par_chunks_mut(width).zip(branch.par_chunks(width)).for_each(|(row, branch)| {
@@ -54,10 +41,10 @@ pub fn attn_boundary(config: &LayerConfig, weights: &CpuWeights, stream: &[f32],
     let mut branch = attn_out.to_vec();
     rms_norm(&mut branch, config.hidden, config.post_norm_eps);
     let mut stream_after_attn = stream.to_vec();
-    join(config, &mut stream_after_attn, &branch, weights.attn_residual_gate());
+    join(config, &mut stream_after_attn, &branch, &weights.vector("attn_residual_gate"));
     let mut ffn_input = stream_after_attn.clone();
     rms_norm(&mut ffn_input, config.hidden, config.rms_eps);
-    one_plus(&mut ffn_input, weights.pre_ffn_norm());
+    one_plus(&mut ffn_input, &weights.vector("pre_ffn_norm"));
     AttnBoundary { stream_after_attn, ffn_input }
 }
 
@@ -79,15 +66,15 @@ pub fn ffn_boundary(
     ffn_out: &[f32],
 ) -> FfnBoundary {
     let mut branch = ffn_out.to_vec();
-    one_plus(&mut branch, weights.post_ffn_norm());
+    one_plus(&mut branch, &weights.vector("post_ffn_norm"));
     rms_norm(&mut branch, config.hidden, config.post_norm_eps);
     let mut stream = stream_after_attn.to_vec();
-    join(config, &mut stream, &branch, weights.ffn_residual_gate());
+    join(config, &mut stream, &branch, &weights.vector("ffn_residual_gate"));
     let mut hidden = Vec::new();
-    if let Some(norm) = weights.next_pre_attn_norm() {
+    if weights.has_next_norm() {
         hidden = stream.clone();
         rms_norm(&mut hidden, config.hidden, config.rms_eps);
-        one_plus(&mut hidden, norm);
+        one_plus(&mut hidden, &weights.vector("next_pre_attn_norm"));
     }
     FfnBoundary { stream, hidden }
 }

@@ -1,10 +1,11 @@
 //! A layer's weights on the host, in the form they were stored in.
 
 use crate::config::{LayerConfig, WeightKind};
-use crate::error::{Error, Result};
-use crate::tensor::{DType, HostData, NamedTensors};
-use crate::weights::nvfp4;
+use crate::error::Result;
+use crate::tensor::{HostData, NamedTensors};
+use crate::weights;
 use half::bf16;
+use std::borrow::Cow;
 
 /// One of the two expert matrices, all local experts.
 pub(super) enum Experts<'a> {
@@ -21,11 +22,11 @@ pub(super) enum Experts<'a> {
 /// |---|---|---|
 /// | `qkv_gate` | `[qkv_rows, hidden]` | BF16 |
 /// | `o` | `[hidden, q_size]` | BF16 |
-/// | `attn_residual_gate`, `pre_ffn_norm`, `post_ffn_norm`, `ffn_residual_gate` | `[hidden]` | BF16 |
-/// | `next_pre_attn_norm` (absent after the last layer) | `[hidden]` | BF16 |
+/// | `attn_residual_gate`, `pre_ffn_norm`, `post_ffn_norm`, `ffn_residual_gate` | `[hidden]` | BF16 or FP32 |
+/// | `next_pre_attn_norm` (absent after the last layer) | `[hidden]` | BF16 or FP32 |
 /// | `router`, `router_bias` | `[n_experts, hidden]`, `[n_experts]` | FP32 |
 /// | `pooler` | `[expert_dim, hidden]` | BF16 |
-/// | `pre_expert_norm`, `post_expert_norm` | `[expert_dim]` | BF16 |
+/// | `pre_expert_norm`, `post_expert_norm` | `[expert_dim]` | BF16 or FP32 |
 /// | `w13`, `w13_sf`, `w13_gs` | `[local, 2 dim, dim / 2]`, `[local, 2 dim, dim / 16]`, `[local, 2]` or `[local]` | U8, E4M3, FP32 |
 /// | `w2`, `w2_sf`, `w2_gs` | `[local, dim, dim / 2]`, `[local, dim, dim / 16]`, `[local]` | U8, E4M3, FP32 |
 /// | `w13`, `w2` of BF16 experts | `[local, 2 dim, dim]`, `[local, dim, dim]` | BF16 |
@@ -36,67 +37,11 @@ pub struct CpuWeights<'a> {
     experts: WeightKind,
 }
 
-/// Wanted tensors: name, type, shape.
-pub fn expected(config: &LayerConfig) -> Vec<(&'static str, DType, Vec<usize>)> {
-    let (h, d, e) = (config.hidden, config.expert_dim, config.local_experts);
-    let mut out = vec![
-        ("qkv_gate", DType::Bf16, vec![config.qkv_rows(), h]),
-        ("o", DType::Bf16, vec![h, config.q_size()]),
-        ("attn_residual_gate", DType::Bf16, vec![h]),
-        ("pre_ffn_norm", DType::Bf16, vec![h]),
-        ("router", DType::F32, vec![config.n_experts, h]),
-        ("router_bias", DType::F32, vec![config.n_experts]),
-        ("pooler", DType::Bf16, vec![d, h]),
-        ("pre_expert_norm", DType::Bf16, vec![d]),
-        ("post_expert_norm", DType::Bf16, vec![d]),
-        ("unpooler", DType::Bf16, vec![h, d]),
-        ("post_ffn_norm", DType::Bf16, vec![h]),
-        ("ffn_residual_gate", DType::Bf16, vec![h]),
-    ];
-    match config.experts {
-        WeightKind::Nvfp4 => out.extend([
-            ("w13", DType::U8, vec![e, 2 * d, d / 2]),
-            ("w13_sf", DType::E4m3, vec![e, 2 * d, d / nvfp4::BLOCK]),
-            ("w13_gs", DType::F32, vec![e, 2]),
-            ("w2", DType::U8, vec![e, d, d / 2]),
-            ("w2_sf", DType::E4m3, vec![e, d, d / nvfp4::BLOCK]),
-            ("w2_gs", DType::F32, vec![e]),
-        ]),
-        WeightKind::Bf16 => {
-            out.extend([("w13", DType::Bf16, vec![e, 2 * d, d]), ("w2", DType::Bf16, vec![e, d, d])]);
-        }
-    }
-    out
-}
-
 impl<'a> CpuWeights<'a> {
     /// Checks names, types, shapes and block scales.
     pub fn new(config: &LayerConfig, tensors: NamedTensors<'a>) -> Result<CpuWeights<'a>> {
         config.validate()?;
-        for (name, dtype, shape) in expected(config) {
-            let tensor = tensors.get(name)?;
-            if name == "w13_gs" && tensor.shape == [config.local_experts] {
-                tensor.expect(name, dtype, &[config.local_experts])?;
-            } else {
-                tensor.expect(name, dtype, &shape)?;
-            }
-            if dtype == DType::E4m3 {
-                nvfp4::check_scales(name, tensor.as_e4m3(name)?)?;
-            }
-        }
-        if tensors.contains("next_pre_attn_norm") {
-            tensors.get("next_pre_attn_norm")?.expect("next_pre_attn_norm", DType::Bf16, &[config.hidden])?;
-        }
-        for (name, tensor) in &tensors.0 {
-            let known = name == "next_pre_attn_norm" || expected(config).iter().any(|(n, ..)| n == name);
-            if !known {
-                return Err(Error::Value {
-                    what: "weights".into(),
-                    wanted: "only the layer's own tensors".into(),
-                    got: format!("{name} {:?}", tensor.shape),
-                });
-            }
-        }
+        weights::check_host(config, &tensors)?;
         Ok(CpuWeights { tensors, experts: config.experts })
     }
 
@@ -120,6 +65,14 @@ impl<'a> CpuWeights<'a> {
         }
     }
 
+    /// A norm's weights or a residual gate, BF16 or FP32.
+    pub(super) fn vector(&self, name: &str) -> Cow<'_, [f32]> {
+        match &self.tensors.0[name].data {
+            HostData::F32(x) => Cow::Borrowed(x),
+            _ => Cow::Owned(self.bf16(name).iter().map(|v| v.to_f32()).collect()),
+        }
+    }
+
     fn u8(&self, name: &str) -> &[u8] {
         match &self.tensors.0[name].data {
             HostData::U8(x) | HostData::E4m3(x) => x,
@@ -135,14 +88,6 @@ impl<'a> CpuWeights<'a> {
         self.bf16("o")
     }
 
-    pub(super) fn attn_residual_gate(&self) -> &[bf16] {
-        self.bf16("attn_residual_gate")
-    }
-
-    pub(super) fn pre_ffn_norm(&self) -> &[bf16] {
-        self.bf16("pre_ffn_norm")
-    }
-
     pub(super) fn router(&self) -> &[f32] {
         self.f32("router")
     }
@@ -155,28 +100,12 @@ impl<'a> CpuWeights<'a> {
         self.bf16("pooler")
     }
 
-    pub(super) fn pre_expert_norm(&self) -> &[bf16] {
-        self.bf16("pre_expert_norm")
-    }
-
-    pub(super) fn post_expert_norm(&self) -> &[bf16] {
-        self.bf16("post_expert_norm")
-    }
-
     pub(super) fn unpooler(&self) -> &[bf16] {
         self.bf16("unpooler")
     }
 
-    pub(super) fn post_ffn_norm(&self) -> &[bf16] {
-        self.bf16("post_ffn_norm")
-    }
-
-    pub(super) fn ffn_residual_gate(&self) -> &[bf16] {
-        self.bf16("ffn_residual_gate")
-    }
-
-    pub(super) fn next_pre_attn_norm(&self) -> Option<&[bf16]> {
-        self.tensors.contains("next_pre_attn_norm").then(|| self.bf16("next_pre_attn_norm"))
+    pub(super) fn has_next_norm(&self) -> bool {
+        self.tensors.contains("next_pre_attn_norm")
     }
 
     fn experts(&self, name: &str, scales: &str) -> Experts<'_> {

@@ -24,8 +24,8 @@ pub(crate) struct Step<'a> {
     pub after: Option<&'a After<'a>>,
 }
 
-/// The model's query factor times the head's scale.
-const SOFTMAX_SCALE: f32 = 5.473_006_5 / 8.0;
+/// The model's query factor (5.4730064863875 rounded to FP32) times the head's scale.
+const SOFTMAX_SCALE: f32 = 5.473_006_2 / 8.0;
 /// Elements from a token's planes of `ffn_input` to the next token's.
 const PLANES_STRIDE: i32 = 3 * m::HIDDEN as i32;
 
