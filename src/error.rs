@@ -83,9 +83,25 @@ pub enum Error {
     #[error("this build has no CUDA backend: build with `--features cuda`, or use the CPU backend")]
     NoCuda,
 
-    /// There is no driver or no GPU.
+    /// CUDA's driver is not on this machine.
+    #[error("no CUDA device: no driver library (libcuda.so.1) on this machine: install NVIDIA's driver, or use the CPU backend")]
+    NoDriver,
+
+    /// The driver is older than the CUDA runtime that is linked in.
+    #[error("no CUDA device: the driver supports CUDA up to {found}, this build needs {wanted}: update the driver, or build with an older toolkit")]
+    OldDriver { found: String, wanted: String },
+
+    /// There is a driver but no GPU, or not the one asked for.
     #[error("no CUDA device: {reason}")]
     NoDevice { reason: String },
+
+    /// Device memory ran out. What was there before is as it was, and the next call works.
+    #[error("device {device} is out of memory: {wanted} bytes wanted, {free} of {total} free: plan fewer tokens or a route bound, shrink the cache, or free what is not used")]
+    OutOfMemory { device: i32, wanted: u64, free: u64, total: u64 },
+
+    /// The process's CUDA context is lost: a kernel or a copy of this or of another library failed.
+    #[error("{call}: the CUDA context is lost (error {code}, {text}): an operation before this call failed, maybe another library's, and every CUDA call of the process fails from now on. Start a new process; with MUSE_SPARK_LAYER_SYNC=1 it names the operation if it is one of this layer")]
+    ContextLost { call: String, code: i32, text: String },
 
     /// A CUDA call failed.
     #[error("{call} failed with CUDA error {code}: {text}")]
@@ -114,4 +130,63 @@ pub enum Error {
     /// A fault of the crate itself (a caught panic or exception).
     #[error("internal error: {what}")]
     Internal { what: String },
+}
+
+impl Error {
+    /// A failed call of the driver or the runtime (they share their codes), by what is left to do about it.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn cuda(call: impl Into<String>, code: i32, text: String) -> Error {
+        // Uncorrectable ECC and NVLink errors; illegal address; timeout; destroyed context; assertion; stack, instruction,
+        // alignment, address space and counter faults; failed launch: none of them can be got over in the process.
+        const LOST: [i32; 12] = [214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
+        let call = call.into();
+        if LOST.contains(&code) {
+            Error::ContextLost { call, code, text }
+        } else {
+            Error::Cuda { call, code, text }
+        }
+    }
+
+    /// No devices, where the runtime gave `code` for their number: `driver` and `runtime` are CUDA versions as
+    /// 1000 * major + 10 * minor, and `driver` is 0 without a driver.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn no_devices(code: i32, text: String, driver: i32, runtime: i32) -> Error {
+        const INSUFFICIENT_DRIVER: i32 = 35;
+        let version = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
+        match code {
+            INSUFFICIENT_DRIVER if driver == 0 => Error::NoDriver,
+            INSUFFICIENT_DRIVER => Error::OldDriver { found: version(driver), wanted: version(runtime) },
+            _ => Error::NoDevice { reason: text },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lost_context_is_told_from_a_failed_call() {
+        for (code, lost) in
+            [(1, false), (2, false), (35, false), (700, true), (701, false), (709, true), (719, true), (900, false)]
+        {
+            let error = Error::cuda("attention", code, "why".into());
+            assert_eq!(matches!(error, Error::ContextLost { .. }), lost, "{code}");
+            assert!(error.to_string().starts_with("attention"), "{error}");
+        }
+        assert!(Error::cuda("x", 700, "why".into()).to_string().contains("Start a new process"));
+    }
+
+    #[test]
+    fn a_missing_driver_is_told_from_an_old_one_and_from_no_gpu() {
+        let text = |code, driver| Error::no_devices(code, "cudaErrorNoDevice: none".into(), driver, 13_000).to_string();
+        assert!(text(35, 0).contains("install NVIDIA's driver"), "{}", text(35, 0));
+        assert!(
+            text(35, 12_080).contains("up to 12.8, this build needs 13.0: update the driver"),
+            "{}",
+            text(35, 12_080)
+        );
+        assert_eq!(text(100, 13_000), "no CUDA device: cudaErrorNoDevice: none");
+        assert!([text(35, 0), text(35, 1), text(100, 0)].iter().all(|t| t.starts_with("no CUDA device: ")));
+    }
 }

@@ -19,8 +19,8 @@ fn status(error: &Error) -> i32 {
     match error {
         Error::NanScale { .. } | Error::File { .. } | Error::Format { .. } | Error::Checkpoint { .. } => 2,
         Error::CudaDimensions { .. } | Error::Unsupported { .. } | Error::UnsupportedGpu { .. } => 3,
-        Error::NoCuda | Error::NoDevice { .. } => 4,
-        Error::Cuda { .. } | Error::Nccl { .. } => 5,
+        Error::NoCuda | Error::NoDriver | Error::OldDriver { .. } | Error::NoDevice { .. } => 4,
+        Error::Cuda { .. } | Error::OutOfMemory { .. } | Error::ContextLost { .. } | Error::Nccl { .. } => 5,
         Error::Internal { .. } => 6,
         _ => 1,
     }

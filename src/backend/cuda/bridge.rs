@@ -1,8 +1,8 @@
 //! The bridge to C++: one function per operation of `csrc/include/ops.h`, and the queries of the CUDA
 //! runtime that the crate needs. Nothing here aborts where there is no driver or no GPU.
 //!
-//! On the C++ side everything returns a `cudaError_t`; here that is [`Error::Cuda`] with the call, the
-//! code, its name and its text, and a C++ exception is [`Error::Internal`].
+//! On the C++ side everything returns a `cudaError_t`; here that is [`Error::Cuda`] (or [`Error::ContextLost`])
+//! with the call, the code, its name and its text, and a C++ exception is [`Error::Internal`].
 #![allow(unsafe_code)]
 
 use crate::backend::cuda::params::*;
@@ -92,7 +92,7 @@ pub use ffi::DeviceInfo;
 fn check(call: &str, code: std::result::Result<i32, cxx::Exception>) -> Result<()> {
     match code {
         Ok(0) => Ok(()),
-        Ok(code) => Err(Error::Cuda { call: call.to_string(), code, text: describe(code) }),
+        Ok(code) => Err(Error::cuda(call, code, describe(code))),
         Err(exception) => Err(Error::Internal { what: format!("{call}: {exception}") }),
     }
 }
@@ -146,12 +146,15 @@ pub fn prepare_all() -> Result<()> {
     check("prepare_all", ffi::prepare_all())
 }
 
-/// Devices that CUDA sees; [`Error::NoDevice`] where there is no driver, one too old, or no device.
+/// Devices that CUDA sees; [`Error::NoDriver`], [`Error::OldDriver`] or [`Error::NoDevice`] where there is none.
 pub fn device_count() -> Result<i32> {
     let mut count = 0;
     match ffi::device_count(&mut count) {
         Ok(0) if count > 0 => Ok(count),
-        Ok(code) => Err(Error::NoDevice { reason: describe(if code == 0 { NO_DEVICE } else { code }) }),
+        Ok(code) => {
+            let code = if code == 0 { NO_DEVICE } else { code };
+            Err(Error::no_devices(code, describe(code), driver_version().unwrap_or(0), runtime_version()?))
+        }
         Err(exception) => Err(Error::Internal { what: exception.to_string() }),
     }
 }
@@ -252,6 +255,7 @@ mod tests {
         match device_count() {
             Ok(count) => assert!(device_info(count - 1).unwrap().sm_count > 0),
             Err(Error::NoDevice { reason }) => assert!(reason.starts_with("cudaError"), "{reason}"),
+            Err(Error::NoDriver | Error::OldDriver { .. }) => {}
             Err(other) => panic!("{other}"),
         }
         driver_version().unwrap();

@@ -14,7 +14,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// `CUDA_ERROR_*` as [`Error::Cuda`].
+/// `CUDA_ERROR_*` as [`Error::Cuda`] or [`Error::ContextLost`].
 pub(super) fn check(call: &'static str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -28,7 +28,7 @@ pub(super) fn check(call: &'static str, result: sys::CUresult) -> Result<()> {
             "unknown error".into()
         }
     };
-    Err(Error::Cuda { call: call.into(), code: result as i32, text })
+    Err(Error::cuda(call, result as i32, text))
 }
 
 /// Devices there are. cudarc would panic without the driver's library, so it is looked for first.
@@ -38,9 +38,19 @@ fn devices() -> Result<i32> {
         unsafe { sys::is_culib_present() }
     });
     if !*PRESENT {
-        return Err(Error::NoDevice { reason: "no driver library (libcuda.so) on this machine".into() });
+        return Err(Error::NoDriver);
     }
     bridge::device_count()
+}
+
+/// Refuses what the kernels are not made for: they are code for sm_90a, which no other GPU runs.
+fn supported(info: &bridge::DeviceInfo) -> Result<()> {
+    let (major, minor) = (info.major, info.minor);
+    if (major, minor) == (9, 0) {
+        return Ok(());
+    }
+    let found = format!("{}, compute capability {major}.{minor}", info.name);
+    Err(Error::UnsupportedGpu { device: info.ordinal, found })
 }
 
 struct Inner {
@@ -107,11 +117,7 @@ impl Device {
 
     fn open(ordinal: i32) -> Result<Device> {
         let info = bridge::device_info(ordinal)?;
-        let (major, minor) = (info.major, info.minor);
-        if (major, minor) != (9, 0) {
-            let found = format!("{}, compute capability {major}.{minor}", info.name);
-            return Err(Error::UnsupportedGpu { device: ordinal, found });
-        }
+        supported(&info)?;
         let (mut handle, mut context) = (0, std::ptr::null_mut());
         // SAFETY: plain driver calls that write one value each. The context is retained for the life of the
         // process: kernels stay loaded.
@@ -160,12 +166,27 @@ impl Device {
         Ok(Current { pushed, _device: PhantomData })
     }
 
+    /// Bytes of device memory that are free, and that there are.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let _current = self.make_current()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the context is current; writes two numbers.
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        Ok((free as u64, total as u64))
+    }
+
     /// Allocates `bytes` of device memory (uninitialised).
     pub fn allocate(&self, bytes: u64) -> Result<Buffer> {
         let _current = self.make_current()?;
         let mut ptr = 0;
         // SAFETY: the context is current; writes one address.
-        check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut ptr, bytes.max(1) as usize) })?;
+        match unsafe { sys::cuMemAlloc_v2(&mut ptr, bytes.max(1) as usize) } {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                let (free, total) = self.memory()?;
+                return Err(Error::OutOfMemory { device: self.ordinal(), wanted: bytes, free, total });
+            }
+            result => check("cuMemAlloc", result)?,
+        }
         Ok(Buffer { ptr, bytes, device: self.clone() })
     }
 
@@ -307,6 +328,31 @@ impl Drop for Buffer {
         if let Ok(_current) = self.device.make_current() {
             // SAFETY: allocated by `allocate` and freed once. Errors (a dead context) have no one to go to.
             unsafe { sys::cuMemFree_v2(self.ptr) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_that_are_not_hopper_are_refused_by_name() {
+        let info = |name: &str, major, minor| bridge::DeviceInfo {
+            ordinal: 3,
+            name: name.into(),
+            major,
+            minor,
+            sm_count: 1,
+            memory_bytes: 0,
+            l2_bytes: 0,
+            shared_bytes_per_block: 0,
+        };
+        supported(&info("NVIDIA H200", 9, 0)).unwrap();
+        for (name, major, minor) in [("NVIDIA A100", 8, 0), ("NVIDIA L40S", 8, 9), ("NVIDIA B200", 10, 0)] {
+            let text = supported(&info(name, major, minor)).unwrap_err().to_string();
+            let wanted = format!("device 3 is {name}, compute capability {major}.{minor}; the CUDA backend needs");
+            assert!(text.starts_with(&wanted), "{text}");
         }
     }
 }

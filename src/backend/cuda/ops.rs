@@ -43,6 +43,7 @@ impl Step<'_> {
         eprintln!("muse-spark-layer: {operation}");
         self.device.synchronize_stream(self.launch.stream as u64).map_err(|e| match e {
             Error::Cuda { code, text, .. } => Error::Cuda { call: operation.into(), code, text },
+            Error::ContextLost { code, text, .. } => Error::ContextLost { call: operation.into(), code, text },
             other => other,
         })
     }
