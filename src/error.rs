@@ -133,6 +133,25 @@ pub enum Error {
 }
 
 impl Error {
+    /// The same error about a part of something: `place` before the name of the tensor or value.
+    pub(crate) fn within(mut self, place: &str) -> Error {
+        match &mut self {
+            Error::Shape { tensor, .. }
+            | Error::DType { tensor, .. }
+            | Error::Stride { tensor, .. }
+            | Error::Alignment { tensor, .. }
+            | Error::Null { tensor }
+            | Error::Device { tensor, .. }
+            | Error::Memory { tensor, .. }
+            | Error::Alias { tensor, .. }
+            | Error::Missing { tensor }
+            | Error::Limit { what: tensor, .. }
+            | Error::Value { what: tensor, .. } => *tensor = format!("{place}.{tensor}"),
+            _ => {}
+        }
+        self
+    }
+
     /// A failed call of the driver or the runtime (they share their codes), by what is left to do about it.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) fn cuda(call: impl Into<String>, code: i32, text: String) -> Error {

@@ -294,6 +294,17 @@ impl DecoderLayer {
         })
     }
 
+    /// The checks of [`DecoderLayer::forward`] alone.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn check(&self, plan: &Plan, input: &DeviceInput, output: &DeviceOutput) -> Result<()> {
+        let checked = step::check_step(plan, input, output, self.has_next_norm)?;
+        match &self.engine {
+            Engine::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { device, .. } => self.check_on_device(plan, &checked, device),
+        }
+    }
+
     /// Fills the arguments and launches a segment.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn run(
@@ -312,7 +323,7 @@ impl DecoderLayer {
             }
             #[cfg(feature = "cuda")]
             Engine::Cuda { device, weights } => {
-                self.check_plan(plan, device)?;
+                self.check_on_device(plan, &checked, device)?;
                 if plan.key.tokens == 0 {
                     return Ok(());
                 }
@@ -321,9 +332,6 @@ impl DecoderLayer {
                     return Err(Error::Device { tensor: "workspace".into(), wanted, got });
                 }
                 let _current = device.make_current()?;
-                for (name, tensor) in checked.all() {
-                    device.check_pointer(name, tensor.ptr())?;
-                }
                 let scratch = workspace.layout(plan)?;
                 let mut args = Args::default();
                 fill(&mut args, &scratch);
@@ -335,6 +343,17 @@ impl DecoderLayer {
                 Step { device, weights, plan, scratch, args, launch, after }.run(segment)
             }
         }
+    }
+
+    /// The plan is this layer's, the tensors are the device's.
+    #[cfg(feature = "cuda")]
+    fn check_on_device(&self, plan: &Plan, checked: &Checked, device: &Device) -> Result<()> {
+        self.check_plan(plan, device)?;
+        if plan.key.tokens == 0 {
+            return Ok(());
+        }
+        let _current = device.make_current()?;
+        checked.all().try_for_each(|(name, tensor)| device.check_pointer(name, tensor.ptr()))
     }
 
     /// A plan made by this layer or one like it.

@@ -3,6 +3,7 @@
 //! | module | what |
 //! |---|---|
 //! | [`layer`] | [`DecoderLayer`]: `new`, `plan`, `forward`, and the layer in three segments |
+//! | [`stack`] | [`DecoderStack`]: layers of both kinds in one call |
 //! | [`config`] | dimensions, and the choices a step makes |
 //! | [`plan`] | what a step launches: plain data, printable |
 //! | [`step`] | a step's tensors in device memory, and their checks |
@@ -24,6 +25,7 @@ pub mod layer;
 pub mod numerics;
 pub mod plan;
 pub mod routing;
+pub mod stack;
 pub mod step;
 pub mod stream;
 pub mod synthetic;
@@ -36,6 +38,7 @@ pub use error::{Error, Result};
 pub use kv_cache::PagedKvCache;
 pub use layer::{Backend, DecoderLayer};
 pub use plan::{AttentionEngine, Plan, PlanKey};
+pub use stack::{DecoderStack, PerKind, StackInput, StackOutput, StackPlan};
 pub use step::{DeviceInput, DeviceOutput, DeviceTaps, Tap};
 pub use stream::Stream;
 pub use tensor::{DType, DeviceTensor, HostTensor, NamedTensors};

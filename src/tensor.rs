@@ -344,6 +344,19 @@ impl DeviceTensor {
         self.len() == 0
     }
 
+    /// The part of a view along its first extent: `self[i]`. Past the end it is empty.
+    pub(crate) fn index(&self, i: usize) -> DeviceTensor {
+        let (shape, strides) = (self.shape.get(1..).unwrap_or(&[]), self.strides.get(1..).unwrap_or(&[]));
+        let inside = self.shape.first().is_some_and(|n| i < *n);
+        let step = self.strides.first().copied().unwrap_or(0) * self.dtype.size() as i64;
+        DeviceTensor {
+            ptr: if inside { self.ptr.wrapping_add_signed(i as i64 * step) } else { 0 },
+            dtype: self.dtype,
+            shape: if inside { shape.to_vec() } else { vec![0; shape.len()] },
+            strides: strides.to_vec(),
+        }
+    }
+
     /// The bytes from the first to just past the last element reached, strides included.
     pub fn span_bytes(&self) -> u64 {
         if self.is_empty() {

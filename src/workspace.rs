@@ -11,6 +11,8 @@
 use crate::backend::cuda::model as m;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+use crate::stack::StackPlan;
+use crate::tensor::{DType, DeviceTensor};
 
 /// Words of the control block.
 pub const CONTROL_WORDS: usize = 64;
@@ -166,6 +168,44 @@ impl Layout {
     }
 }
 
+/// What the layers of a stack hand on, behind the scratch of the largest of their plans: two of each, used in
+/// turn, since a layer's outputs do not alias its inputs.
+#[derive(Clone, Debug)]
+pub(crate) struct Borders {
+    /// BF16 `[T, 8192]`.
+    pub hidden: [DeviceTensor; 2],
+    /// FP32 `[T, 8192]`.
+    pub stream: [DeviceTensor; 2],
+    /// i32 `[T, 8]`, of a caller who does not want them.
+    pub topk_ids: DeviceTensor,
+    /// The first byte past them.
+    pub end: u64,
+}
+
+impl Borders {
+    fn carve(plan: &StackPlan, base: u64) -> Borders {
+        let scratch = plan.plans.iter().map(Layout::measure).max().unwrap_or(0);
+        let mut carver = Carver { at: base + scratch, regions: None };
+        let mut take = |name: &'static str, dtype: DType, width: u32| {
+            let shape = [plan.tokens() as usize, width as usize];
+            let begin = carver.take(name, dtype.size() as u64, &[shape[0] as u64, shape[1] as u64]);
+            // SAFETY: a region of the workspace, which the caller of a step keeps until its work is done.
+            unsafe { DeviceTensor::contiguous(begin, dtype, &shape) }
+        };
+        Borders {
+            hidden: [0, 1].map(|_| take("hidden", DType::Bf16, m::HIDDEN)),
+            stream: [0, 1].map(|_| take("stream", DType::F32, m::HIDDEN)),
+            topk_ids: take("topk_ids", DType::I32, m::TOP_K),
+            end: carver.at,
+        }
+    }
+
+    /// Bytes that a step of the stack needs, the layers' scratch included.
+    pub fn measure(plan: &StackPlan) -> u64 {
+        Borders::carve(plan, 0).end
+    }
+}
+
 /// Device memory for the calls of one stream: the crate's own allocation or the caller's.
 ///
 /// Dropping an owned workspace frees it: not before the work that uses it, graphs included, is done with.
@@ -269,6 +309,16 @@ impl Workspace {
         }
         Ok(layout)
     }
+
+    /// What a stack's layers hand on, in this workspace.
+    pub(crate) fn borders(&self, plan: &StackPlan) -> Result<Borders> {
+        let borders = Borders::carve(plan, self.base);
+        let wanted = borders.end - self.base;
+        if self.bytes < wanted {
+            return Err(too_small(wanted, self.bytes));
+        }
+        Ok(borders)
+    }
 }
 
 fn too_small(wanted: u64, got: u64) -> Error {
@@ -321,6 +371,30 @@ mod tests {
             assert_eq!(bytes("tiled_out"), if l.attention.tiled { t * 4096 } else { 0 });
             assert_eq!(bytes("accumulate") > 0, l.experts.passes > 1);
             assert_eq!(bytes("y"), l.experts.route_bound as u64 * 4096 * if l.experts.w2_splits > 1 { 8 } else { 2 });
+        }
+    }
+
+    #[test]
+    fn a_stack_hands_on_behind_every_plan_s_scratch() {
+        for plan in plans() {
+            let smaller = Plan::new(PlanKey::decode(1, 8), WeightKind::Nvfp4, 132).unwrap();
+            let stack = StackPlan { plans: vec![plan.clone(), smaller], of_layer: vec![0, 1], workspace_bytes: 0 };
+            let base = 3 << 40;
+            let b = Borders::carve(&stack, base);
+            let t = plan.key.tokens as u64;
+            let mut at = base + plan.workspace_bytes;
+            for (tensor, bytes) in b
+                .hidden
+                .iter()
+                .map(|x| (x, t * 16384))
+                .chain(b.stream.iter().map(|x| (x, t * 32768)))
+                .chain([(&b.topk_ids, t * 32)])
+            {
+                assert!(tensor.ptr() >= at && tensor.ptr() % ALIGNMENT == 0, "{tensor:?} begins before {at}");
+                assert_eq!(tensor.span_bytes(), bytes);
+                at = tensor.ptr() + bytes;
+            }
+            assert!(at <= b.end && b.end - base == Borders::measure(&stack));
         }
     }
 

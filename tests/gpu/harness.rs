@@ -86,6 +86,8 @@ pub fn spec(name: &str, kind: LayerKind) -> StepSpec {
         "prefill-333" => scaled(uniform(2, 333, 500, 16)),
         "prefill-1000" => uniform(1, 1000, 1100, 64),
         "ragged" => StepSpec { q_lens: vec![1, 8, 0, 40, 1], ..uniform(5, 1, 300, 1) },
+        // Prefill chunks among decode rows, verify blocks and requests that have nothing to do.
+        "mixed" => mixed(StepSpec { q_lens: vec![1, 0, 8, 1, 130, 1, 8, 0, 40, 1, 1], ..uniform(11, 1, 300, 16) }),
         other => panic!("no step called {other}"),
     }
 }

@@ -62,7 +62,8 @@ fn compare(gpu: &Gpu, cuda: &DecoderLayer, cpu: &CpuLayer, spec: &StepSpec, quer
 
 #[rstest]
 fn whole(
-    #[values("decode-1", "decode-9", "decode-33", "verify-3", "prefill-65", "prefill-333", "ragged")] name: &str,
+    #[values("decode-1", "decode-9", "decode-33", "verify-3", "prefill-65", "prefill-333", "ragged", "mixed")]
+    name: &str,
     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
     #[values(QueryPrecision::Fp16, QueryPrecision::E4m3)] query: QueryPrecision,
 ) {

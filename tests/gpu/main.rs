@@ -5,7 +5,9 @@
 #![allow(unsafe_code)]
 
 mod api;
+mod batch;
 mod capture;
 mod harness;
 mod layer;
+mod mixed;
 mod operations;

@@ -1,0 +1,96 @@
+//! What a mixed batch costs as one call, against its parts one after the other. Graph replays behind an L2 flush,
+//! medians; prints a line a case.
+
+use crate::harness::{gpu, Gpu};
+use muse_spark_layer::backend::cuda::graph::{Event, L2Flush, OwnedStream};
+use muse_spark_layer::backend::cuda::resident::{ResidentCache, ResidentStep};
+use muse_spark_layer::routing::busiest_start;
+use muse_spark_layer::synthetic::{self, StepSpec};
+use muse_spark_layer::{LayerKind, PlanKey};
+use std::cell::RefCell;
+use std::io::Write;
+use std::sync::Arc;
+
+const REPLAYS: usize = 11;
+/// Rows of the pool that all steps share: more than any of them lists.
+const POOL_ROWS: usize = 66 * 33_300;
+
+struct Timer<'a> {
+    gpu: &'a Gpu,
+    stream: OwnedStream,
+    flush: L2Flush,
+    cache: Arc<ResidentCache>,
+}
+
+impl Timer<'_> {
+    /// Microseconds of one layer on a step of `q_lens` after `ctx` tokens each.
+    fn step(&self, q_lens: &[usize], ctx: usize, kind: LayerKind) -> f64 {
+        let (config, device, cuda) = (&self.gpu.config, &self.gpu.device, &self.gpu.cuda);
+        let spec = StepSpec { q_lens: q_lens.to_vec(), ..StepSpec::new(1, 1, ctx, kind) };
+        let input = synthetic::input(config, &spec, 101).expect("a step");
+        let key = PlanKey {
+            tokens: input.positions.len() as u32,
+            max_q_len: q_lens.iter().copied().max().unwrap_or(1) as u32,
+            kind,
+            ..PlanKey::decode(q_lens.len() as u32, input.table_width as u32)
+        };
+        let plan = cuda.plan(key).expect("a plan");
+        let workspace = RefCell::new(cuda.workspace(&plan).expect("a workspace"));
+        let pages = (input.page_table.len(), 1);
+        let step = ResidentStep::new(device, cuda, &input.view(), pages, &self.cache).expect("a step");
+        step.forward(cuda, &plan, &mut workspace.borrow_mut(), self.stream.stream()).expect("forward");
+        step.set_local_start(busiest_start(config, &step.topk_ids().expect("ids"))).expect("set");
+        let graph = self
+            .stream
+            .capture(|stream| step.forward(cuda, &plan, &mut workspace.borrow_mut(), stream))
+            .expect("a graph");
+        let (begin, end) = (Event::new(device).expect("event"), Event::new(device).expect("event"));
+        let mut times: Vec<f64> = (0..REPLAYS)
+            .map(|_| {
+                self.flush.queue(&self.stream).expect("flush");
+                self.stream.record(&begin).expect("record");
+                self.stream.replay(&graph).expect("replay");
+                self.stream.record(&end).expect("record");
+                end.microseconds_since(&begin).expect("time")
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        times[REPLAYS / 2]
+    }
+}
+
+#[test]
+fn a_mixed_batch_costs_no_more_than_its_parts() {
+    let Some(gpu) = gpu("mixed::a_mixed_batch_costs_no_more_than_its_parts") else { return };
+    let block =
+        synthetic::step(&gpu.config, &StepSpec::new(1, 1, (1 << 19) - 1, LayerKind::Full), 7).expect("keys").cache;
+    let cache = ResidentCache::new(&gpu.device, &gpu.config, POOL_ROWS, &block.k, &block.v).expect("a pool");
+    let stream = OwnedStream::new(&gpu.device).expect("a stream");
+    let flush = L2Flush::new(&stream).expect("a flush");
+    let timer = Timer { gpu: &gpu, stream, flush, cache: Arc::new(cache) };
+    // Prefill chunk, other requests' query length and number, context of all.
+    let cases = [
+        (512, 1, 64, 8192, LayerKind::Full),
+        (512, 1, 64, 8192, LayerKind::Sliding),
+        (512, 8, 16, 8192, LayerKind::Full),
+        (512, 1, 64, 32768, LayerKind::Full),
+        (2048, 1, 64, 8192, LayerKind::Full),
+        (8192, 1, 64, 32768, LayerKind::Full),
+        (8192, 1, 64, 8192, LayerKind::Sliding),
+    ];
+    let mut slower = Vec::new();
+    for (chunk, q_len, requests, ctx, kind) in cases {
+        let rest = vec![q_len; requests];
+        let mixed = [&[chunk], &rest[..]].concat();
+        let [together, prefill, others] = [&mixed, &vec![chunk], &rest].map(|q_lens| timer.step(q_lens, ctx, kind));
+        let line = format!(
+            "prefill {chunk} + {requests} x {q_len} after {ctx}, {kind}: {together:.0} us as one, {prefill:.0} + {others:.0} apart, {:.2}",
+            together / (prefill + others)
+        );
+        let _ = writeln!(std::io::stderr(), "  {line}");
+        if together > prefill + others {
+            slower.push(line);
+        }
+    }
+    assert!(slower.is_empty(), "{slower:?}");
+}
