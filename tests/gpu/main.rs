@@ -11,3 +11,4 @@ mod harness;
 mod layer;
 mod mixed;
 mod operations;
+mod stack;
