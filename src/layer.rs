@@ -418,8 +418,12 @@ impl Step<'_> {
 
     fn attention_block(&self) -> Result<()> {
         self.qkv_gate()?;
-        self.qk_norm_rope_append()?;
-        self.attention()?;
+        if self.plan.launches.attention.append {
+            self.append_attention()?;
+        } else {
+            self.qk_norm_rope_append()?;
+            self.attention()?;
+        }
         self.out_norm_gate()?;
         self.o()
     }

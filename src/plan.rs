@@ -185,6 +185,8 @@ pub struct RouterPlan {
 pub struct AttentionPlan {
     /// The tiled kernel (long query blocks) instead of the split kernel.
     pub tiled: bool,
+    /// Whether the attention kernel does the work of `qk_norm_rope_append` too (one token a request).
+    pub append: bool,
     /// Bound on a request's KV splits.
     pub splits: u32,
     /// Keys a token sees at most; 0: all.
@@ -260,7 +262,7 @@ impl Plan {
         if self.key.tokens == 0 {
             0
         } else {
-            11 + 4 * self.launches.experts.passes
+            11 - u32::from(self.launches.attention.append) + 4 * self.launches.experts.passes
         }
     }
 }
@@ -295,7 +297,8 @@ impl fmt::Display for Plan {
         writeln!(f, "  qkv_gate   {}", l.qkv_gate)?;
         let a = &l.attention;
         let form = if a.tiled { "tiled".into() } else { format!("split, at most {} a request", a.splits) };
-        writeln!(f, "  attention  {form}, window {}, kv scratch {} bytes", a.window, a.kv_scratch_bytes)?;
+        let append = if a.append { "with append, " } else { "" };
+        writeln!(f, "  attention  {append}{form}, window {}, kv scratch {} bytes", a.window, a.kv_scratch_bytes)?;
         writeln!(f, "  o          {}", l.o)?;
         writeln!(f, "  router     {:?}, splits {}", l.router.form, l.router.splits)?;
         writeln!(f, "  pooler     {}", l.pooler)?;

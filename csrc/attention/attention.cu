@@ -25,9 +25,8 @@ int attention(const AttentionParams& p, const Launch& l) {
 
 int append_attention(const QkNormRopeAppendParams& a, const AttentionParams& p, const Launch& l) {
   if (p.tokens <= 0 || p.requests <= 0) return 0;
-  if (p.max_q_len <= 1 && !p.tiled && p.splits >= 1) return launch_append_attention_decode(a, p, l);
-  const int e = qk_norm_rope_append(a, l);
-  return e ? e : attention(p, l);
+  if (p.max_q_len > 1 || p.tiled || p.splits < 1) return static_cast<int>(cudaErrorInvalidValue);
+  return launch_append_attention_decode(a, p, l);
 }
 
 int out_norm_gate(const OutNormGateParams& p, const Launch& l) { return launch_out_norm_gate(p, l); }

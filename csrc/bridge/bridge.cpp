@@ -39,6 +39,10 @@ MSL_OPERATION(pack_router, PackRouterParams)
 MSL_OPERATION(pack_experts, PackExpertsParams)
 #undef MSL_OPERATION
 
+int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionParams& attention, const Launch& launch) {
+  return told(msl::append_attention(append, attention, launch));
+}
+
 int32_t prepare_all() {
   for (int (*prepare)() : {prepare_dense, prepare_attention, prepare_residual, prepare_moe, prepare_experts}) {
     if (const int code = prepare()) return told(code);

@@ -12,6 +12,7 @@ int unpooler(const DenseParams&, const Launch&);
 int router_planes(const DenseParams&, const Launch&);
 int qk_norm_rope_append(const QkNormRopeAppendParams&, const Launch&);
 int attention(const AttentionParams&, const Launch&);
+int append_attention(const QkNormRopeAppendParams&, const AttentionParams&, const Launch&);  // the two above in one, decode
 int out_norm_gate(const OutNormGateParams&, const Launch&);
 int attn_boundary(const AttnBoundaryParams&, const Launch&);
 int router(const RouterParams&, const Launch&);

@@ -1,7 +1,7 @@
 //! Capture and replay: the first call is captured, replays on changed inputs with poisoned scratch give the
 //! bits of eager calls with dependent launch off.
 
-use crate::harness::{gpu, spec, DeviceStep, Gpu};
+use crate::harness::{gpu, key, spec, DeviceStep, Gpu};
 use cudarc::driver::sys;
 use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
 use muse_spark_layer::{LayerKind, PlanKey, Stream, Workspace};
@@ -62,16 +62,6 @@ impl Drop for Graph {
     fn drop(&mut self) {
         // SAFETY: instantiated by `capture`, destroyed once.
         unsafe { sys::cuGraphExecDestroy(self.0) };
-    }
-}
-
-fn key(step: &SyntheticStep, spec: &StepSpec) -> PlanKey {
-    PlanKey {
-        tokens: step.input.positions.len() as u32,
-        max_q_len: spec.q_lens.iter().copied().max().unwrap_or(1) as u32,
-        page_size: spec.page_size as u32,
-        kind: spec.kind,
-        ..PlanKey::decode(spec.q_lens.len() as u32, step.input.table_width as u32)
     }
 }
 

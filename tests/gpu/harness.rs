@@ -5,7 +5,7 @@ use muse_spark_layer::backend::cuda::{Buffer, Device};
 use muse_spark_layer::synthetic::{self, Dist, Spread, StepSpec, SyntheticStep};
 use muse_spark_layer::{
     Backend, DType, DecoderLayer, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, LayerConfig, LayerKind,
-    LayerWeights, PagedKvCache, QueryPrecision, Taps,
+    LayerWeights, PagedKvCache, PlanKey, QueryPrecision, Taps,
 };
 use std::collections::HashMap;
 use std::io::Write;
@@ -89,6 +89,17 @@ pub fn spec(name: &str, kind: LayerKind) -> StepSpec {
         // Prefill chunks among decode rows, verify blocks and requests that have nothing to do.
         "mixed" => mixed(StepSpec { q_lens: vec![1, 0, 8, 1, 130, 1, 8, 0, 40, 1, 1], ..uniform(11, 1, 300, 16) }),
         other => panic!("no step called {other}"),
+    }
+}
+
+/// A plan's key for a step.
+pub fn key(step: &SyntheticStep, spec: &StepSpec) -> PlanKey {
+    PlanKey {
+        tokens: step.input.positions.len() as u32,
+        max_q_len: spec.q_lens.iter().copied().max().unwrap_or(1) as u32,
+        page_size: spec.page_size as u32,
+        kind: spec.kind,
+        ..PlanKey::decode(spec.q_lens.len() as u32, step.input.table_width as u32)
     }
 }
 

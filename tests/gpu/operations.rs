@@ -1,11 +1,11 @@
 //! Each operation against the CPU's, computed from the GPU's own previous result, so that a fault shows at
 //! the operation that has it. Bounds are what the operation's own roundings amount to.
 
-use crate::harness::{assert_rows, gpu, relative_l2, Gpu, Run};
+use crate::harness::{assert_rows, gpu, key, relative_l2, spec, DeviceStep, Gpu, Run};
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, attn_boundary as cpu_attn_boundary, AttnBoundary, Queries, TapValues};
 use muse_spark_layer::routing::{route_score, ExpertLists};
-use muse_spark_layer::{LayerKind, QueryPrecision};
+use muse_spark_layer::{synthetic, LayerKind, Plan, PlanKey, QueryPrecision, Stream};
 use rstest::rstest;
 
 fn taps(run: &Run) -> &TapValues {
@@ -177,4 +177,30 @@ operations! {
         let hidden: Vec<f32> = run.output.hidden.iter().map(|v| v.to_f32()).collect();
         assert_rows("hidden", &hidden, &rounded(&want.hidden), gpu.config.hidden, 4e-4);
     }
+}
+
+/// append_attention: the bits of the two launches that it stands for, in the caches too.
+#[rstest]
+fn append_folds_into_decode(
+    #[values("decode-1", "decode-1-empty", "decode-3", "decode-8", "decode-9", "decode-33", "decode-130")] name: &str,
+    #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
+    #[values(QueryPrecision::Fp16, QueryPrecision::E4m3)] query: QueryPrecision,
+) {
+    let Some(gpu) = gpu("operations::append_folds_into_decode") else { return };
+    let spec = spec(name, kind);
+    let step = synthetic::step(&gpu.config, &spec, 31).expect("a step");
+    let on = DeviceStep::new(&gpu, &step);
+    let folded = gpu.cuda.plan(PlanKey { query, ..key(&step, &spec) }).expect("a plan");
+    let mut launches = folded.launches.clone();
+    assert!(std::mem::replace(&mut launches.attention.append, false), "decode folds the append");
+    let apart = Plan::with_launches(folded.key.clone(), launches, folded.sm_count);
+    let run = |plan: &Plan| {
+        on.overwrite(&step);
+        let mut workspace = gpu.cuda.workspace(plan).expect("a workspace");
+        workspace.poison(&gpu.device).expect("poison");
+        gpu.cuda.forward(plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).expect("forward");
+        gpu.device.synchronize().expect("the step");
+        on.results()
+    };
+    assert!(run(&folded) == run(&apart), "one launch and two give different bits");
 }

@@ -55,6 +55,11 @@ mod ffi {
         unsafe fn router_planes(params: &DenseParams, launch: &Launch) -> Result<i32>;
         unsafe fn qk_norm_rope_append(params: &QkNormRopeAppendParams, launch: &Launch) -> Result<i32>;
         unsafe fn attention(params: &AttentionParams, launch: &Launch) -> Result<i32>;
+        unsafe fn append_attention(
+            append: &QkNormRopeAppendParams,
+            attention: &AttentionParams,
+            launch: &Launch,
+        ) -> Result<i32>;
         unsafe fn out_norm_gate(params: &OutNormGateParams, launch: &Launch) -> Result<i32>;
         unsafe fn attn_boundary(params: &AttnBoundaryParams, launch: &Launch) -> Result<i32>;
         unsafe fn router(params: &RouterParams, launch: &Launch) -> Result<i32>;
@@ -139,6 +144,19 @@ operations! {
     pack_dense(PackDenseParams),
     pack_router(PackRouterParams),
     pack_experts(PackExpertsParams),
+}
+
+/// Launches `append_attention` (csrc/include/ops.h) on `launch.stream`.
+///
+/// # Safety
+/// As of `qk_norm_rope_append` with `append` and of `attention` with `attention`, of the same step.
+pub unsafe fn append_attention(
+    append: &QkNormRopeAppendParams,
+    attention: &AttentionParams,
+    launch: &Launch,
+) -> Result<()> {
+    // SAFETY: the caller's promise is the C++ function's precondition.
+    check("append_attention", unsafe { ffi::append_attention(append, attention, launch) })
 }
 
 /// Loads every kernel and sets its attributes on the current device; before any capture.

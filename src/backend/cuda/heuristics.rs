@@ -132,7 +132,8 @@ fn attention(key: &PlanKey, sm_count: u32) -> AttentionPlan {
         keys = keys.min(window as u64 + key.max_q_len as u64);
     }
     if tiled {
-        return AttentionPlan { tiled, splits: 1, window, kv_scratch_bytes: tiled_scratch(key, keys, window) };
+        let kv_scratch_bytes = tiled_scratch(key, keys, window);
+        return AttentionPlan { tiled, append: false, splits: 1, window, kv_scratch_bytes };
     }
     // One wave over all requests: two CTAs a SM of the decode kernel, one of the verify kernel, which takes
     // tiles of 8 query tokens. No split of fewer keys than are worth a CTA.
@@ -140,7 +141,7 @@ fn attention(key: &PlanKey, sm_count: u32) -> AttentionPlan {
     let wave = if key.max_q_len <= 1 { 2 * sm_count } else { sm_count };
     let useful = keys.div_ceil(KEYS_PER_SPLIT).clamp(1, MAX_KV_SPLITS as u64) as u32;
     let splits = (wave / tiles).clamp(1, useful);
-    AttentionPlan { tiled, splits, window, kv_scratch_bytes: 0 }
+    AttentionPlan { tiled, append: key.max_q_len <= 1, splits, window, kv_scratch_bytes: 0 }
 }
 
 /// What `csrc/attention/attention_tiled_plan.h` carves, rounded up: FP16 tiles of every visible key (K and V

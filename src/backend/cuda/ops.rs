@@ -79,11 +79,10 @@ impl Step<'_> {
         self.launched("qkv_gate", unsafe { bridge::qkv_gate(&params, &self.launch) })
     }
 
-    /// Norms and rotates q and k, appends k and v to the cache.
-    pub fn qk_norm_rope_append(&self) -> Result<()> {
+    fn append_params(&self) -> QkNormRopeAppendParams {
         let (a, s, key) = (&self.args, &self.scratch, &self.plan.key);
         let sliding = self.plan.launches.attention.window > 0;
-        let params = QkNormRopeAppendParams {
+        QkNormRopeAppendParams {
             qkv: s.qkv as *const f32,
             positions: a.positions as *const i64,
             cache_loc: a.cache_loc as *const i64,
@@ -99,15 +98,19 @@ impl Step<'_> {
             splits: self.plan.launches.qkv_gate.splits as i32,
             e4m3_query: (key.query == QueryPrecision::E4m3) as i32,
             skip_slot_zero: key.skip_slot_zero as i32,
-        };
+        }
+    }
+
+    /// Norms and rotates q and k, appends k and v to the cache.
+    pub fn qk_norm_rope_append(&self) -> Result<()> {
+        let params = self.append_params();
         // SAFETY: as in `qkv_gate`.
         self.launched("qk_norm_rope_append", unsafe { bridge::qk_norm_rope_append(&params, &self.launch) })
     }
 
-    /// Queries against the cache: splits (decode, verify) or tiles (prefill).
-    pub fn attention(&self) -> Result<()> {
+    fn attention_params(&self) -> AttentionParams {
         let (a, s, key, l) = (&self.args, &self.scratch, &self.plan.key, &self.plan.launches.attention);
-        let params = AttentionParams {
+        AttentionParams {
             q: s.q as *const _,
             k_cache: a.k_cache as *const _,
             v_cache: a.v_cache as *const _,
@@ -132,9 +135,21 @@ impl Step<'_> {
             splits: l.splits as i32,
             tiled: l.tiled as i32,
             softmax_scale: SOFTMAX_SCALE,
-        };
+        }
+    }
+
+    /// Queries against the cache: splits (decode, verify) or tiles (prefill).
+    pub fn attention(&self) -> Result<()> {
+        let params = self.attention_params();
         // SAFETY: as in `qkv_gate`.
         self.launched("attention", unsafe { bridge::attention(&params, &self.launch) })
+    }
+
+    /// The two above in one launch (decode), with their bits.
+    pub fn append_attention(&self) -> Result<()> {
+        let (append, attention) = (self.append_params(), self.attention_params());
+        // SAFETY: as in `qkv_gate`.
+        self.launched("append_attention", unsafe { bridge::append_attention(&append, &attention, &self.launch) })
     }
 
     /// Joins the splits, norms each head, gates: BF16 `[T, 1024]`.

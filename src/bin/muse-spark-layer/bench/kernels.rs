@@ -56,13 +56,15 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
     let weight = dim * dim * EXPERT_BYTES * load.experts;
     let y = load.routes * dim * if l.experts.w2_splits > 1 { 4.0 * f64::from(l.experts.w2_splits) } else { 2.0 };
     let route = 2.0 * load.routes * dim;
+    // Queries as FP16, the gate and the cache rows out; without the queries where attention makes them itself.
+    let appended = out(&l.qkv_gate) + tokens * (4.0 * q + 2.0 * config.kv_size() as f64);
+    let queries = 2.0 * tokens * q;
+    let attention = keys.rows * 2.0 * config.kv_size() as f64 + partials;
     match operation {
         "qkv_gate" => dense(&l.qkv_gate),
-        "qk_norm_rope_append" => bytes(out(&l.qkv_gate) + tokens * (2.0 * q + 4.0 * q + 2.0 * config.kv_size() as f64)),
-        "attention" => Cost {
-            bytes: keys.rows * 2.0 * config.kv_size() as f64 + 2.0 * tokens * q + partials,
-            flops: 4.0 * keys.pairs * q,
-        },
+        "qk_norm_rope_append" => bytes(appended + queries),
+        "attention" => Cost { bytes: attention + queries, flops: 4.0 * keys.pairs * q },
+        "append_attention" => Cost { bytes: appended + attention, flops: 4.0 * keys.pairs * q },
         "out_norm_gate" => bytes(partials + tokens * (4.0 * q + 2.0 * q)),
         "o" => dense(&l.o),
         // Stream and branch in; stream and three planes out.
@@ -91,10 +93,9 @@ mod tests {
     use crate::bench::{cases, floor};
     use muse_spark_layer::WeightKind;
 
-    const OPERATIONS: [&str; 15] = [
+    const OPERATIONS: [&str; 14] = [
         "qkv_gate",
-        "qk_norm_rope_append",
-        "attention",
+        "append_attention",
         "out_norm_gate",
         "o",
         "attn_boundary",
