@@ -14,6 +14,8 @@ use std::cell::OnceCell;
 pub const VOCABULARY: u32 = 64;
 /// Rows of a verify block: a token and the drafts behind it.
 pub const BLOCK: usize = 4;
+/// Size of the embedding: beside what the layers add, so that drafts are right now and then.
+const EMBEDDING: f32 = 1.5;
 /// Sets of weights; layers take them in turn.
 const SETS: usize = 2;
 
@@ -32,7 +34,8 @@ impl Model {
     pub fn new(config: LayerConfig, layers: usize) -> Result<Model> {
         let sets: Result<Vec<_>> = (0..SETS.min(layers) as u64).map(|i| synthetic::weights(&config, 40 + i)).collect();
         let random = Stream::new(1, "embedding");
-        let embedding = (0..(u64::from(VOCABULARY) * config.hidden as u64)).map(|i| random.normal(i)).collect();
+        let embedding =
+            (0..(u64::from(VOCABULARY) * config.hidden as u64)).map(|i| EMBEDDING * random.normal(i)).collect();
         Ok(Model { config, layers, sets: sets?, embedding, reference: OnceCell::new() })
     }
 

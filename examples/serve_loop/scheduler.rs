@@ -212,7 +212,7 @@ impl Scheduler {
             self.running.iter().map(|r| Model::draft(&self.requests[*r].tokens)).collect();
         let found = drafts.iter().flatten().count();
         let rows = self.running.clone().into_iter().zip(drafts);
-        if 2 * found < rows.len() {
+        if 4 * found < rows.len() {
             let rows = rows.map(|(r, _)| (r, vec![self.last(r)])).collect();
             return Some(self.batch(StepKind::Decode, rows));
         }
