@@ -182,6 +182,15 @@ pub struct BenchArgs {
     /// Write the JSON to a file.
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
+    /// Draw pictures of the results into a folder, as SVG.
+    #[arg(long, value_name = "FOLDER")]
+    pub plot: Option<PathBuf>,
+    /// With --plot: draw the results recorded in this folder (benches/results) and measure nothing.
+    #[arg(long, value_name = "FOLDER", requires = "plot")]
+    pub recorded: Option<PathBuf>,
+    /// With --plot: as PNG too (needs a build with `--features png`).
+    #[arg(long, requires = "plot")]
+    pub png: bool,
     /// CUDA device.
     #[arg(long, default_value_t = 0)]
     pub device: i32,

@@ -1,15 +1,16 @@
 //! `bench`: times the judge's cases as the judge does, and each operation of a step by itself.
 
 mod cases;
-mod floor;
+pub mod floor;
 mod kernels;
 #[cfg(feature = "cuda")]
 mod measure;
-mod results;
+pub mod results;
 
 pub use results::SCHEMA;
 
 use crate::args::BenchArgs;
+use crate::plot;
 use crate::run::report_error;
 use muse_spark_layer::{Error, Result};
 
@@ -27,6 +28,9 @@ pub fn bench(args: &BenchArgs) -> Result<bool> {
     if args.list {
         selected.iter().for_each(|c| println!("{}", c.name));
         return Ok(true);
+    }
+    if let (Some(folder), Some(recorded)) = (&args.plot, &args.recorded) {
+        return pictures(args, folder, &plot::Data::recorded(recorded)?);
     }
     if args.layers == 0 {
         return Err(Error::Value { what: "--layers".into(), wanted: "at least 1".into(), got: "0".into() });
@@ -49,5 +53,15 @@ pub fn bench(args: &BenchArgs) -> Result<bool> {
     } else {
         results::print(&report, &changes);
     }
+    if let Some(folder) = &args.plot {
+        pictures(args, folder, &plot::Data::measured(&report))?;
+    }
     Ok(report.cases.iter().all(|c| c.finite) && !changes.iter().any(|c| c.slower))
+}
+
+fn pictures(args: &BenchArgs, folder: &std::path::Path, data: &plot::Data) -> Result<bool> {
+    for path in plot::draw(folder, data, args.png)? {
+        eprintln!("written: {}", path.display());
+    }
+    Ok(true)
 }

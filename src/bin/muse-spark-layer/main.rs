@@ -9,6 +9,7 @@ mod check;
 mod env;
 mod inspect;
 mod machine;
+mod plot;
 mod report;
 mod run;
 mod synth;
