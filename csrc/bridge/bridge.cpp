@@ -2,6 +2,7 @@
 #include "bridge/bridge.h"
 
 #include <cuda_runtime_api.h>
+#include <nvtx3/nvtx3.hpp>
 
 #include "include/ops.h"
 #include "muse-spark-layer/src/backend/cuda/bridge.rs.h"
@@ -14,10 +15,17 @@ int32_t told(int code) {
   if (code != cudaSuccess) cudaGetLastError();
   return code;
 }
+// The domain of the ranges, one an operation, that a profiler shows. Nothing is called where none listens.
+struct NvtxDomain {
+  static constexpr char const* name{"muse_spark_layer"};
+};
 }  // namespace
 
-#define MSL_OPERATION(name, Params) \
-  int32_t name(const Params& params, const Launch& launch) { return told(msl::name(params, launch)); }
+#define MSL_OPERATION(name, Params)                                  \
+  int32_t name(const Params& params, const Launch& launch) {         \
+    const nvtx3::scoped_range_in<NvtxDomain> range{#name};           \
+    return told(msl::name(params, launch));                          \
+  }
 MSL_OPERATION(qkv_gate, DenseParams)
 MSL_OPERATION(o, DenseParams)
 MSL_OPERATION(pooler, DenseParams)
