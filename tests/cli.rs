@@ -82,12 +82,17 @@ fn run_follows_its_arguments() {
 #[test]
 fn plan_needs_no_gpu() {
     let plan = json(&["plan", "--json", "--batch", "64", "--ctx", "1024", "--kind", "sliding"], 0);
-    assert_eq!(plan["key"]["tokens"], 64);
-    assert_eq!(plan["key"]["requests"], 64);
+    assert_eq!(plan["plan"]["key"]["tokens"], 64);
+    assert_eq!(plan["plan"]["key"]["requests"], 64);
+    let (floor, predicted) = (plan["floor_us"].as_f64().unwrap(), plan["predicted_us"].as_f64().unwrap());
+    assert!(floor > 50.0 && predicted > floor && predicted < 4.0 * floor, "{floor} {predicted}");
     let text = run(&["plan", "--batch", "64"], 0);
-    for operation in ["qkv_gate", "attention", "router", "experts", "unpooler"] {
+    for operation in ["qkv_gate", "attention", "router", "w13", "unpooler", "predicted us"] {
         assert!(text.contains(operation), "{operation} is not in\n{text}");
     }
+    // Fewer experts, fewer bytes.
+    let few = json(&["plan", "--json", "--batch", "64", "--experts", "1", "--kind", "sliding", "--ctx", "1024"], 0);
+    assert!(few["predicted_us"].as_f64().unwrap() < predicted);
 }
 
 #[test]

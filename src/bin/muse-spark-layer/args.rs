@@ -28,7 +28,7 @@ pub enum Command {
     Bench(BenchArgs),
     /// Write a step's intermediate results to a file, or say where two such files part.
     Trace(TraceArgs),
-    /// Print what a step launches and the workspace it needs. Needs no GPU.
+    /// Print what a step launches, what each operation moves and computes, how long it should take. Needs no GPU.
     Plan(PlanArgs),
     /// Say what a checkpoint holds for one layer and rank: tensors, types, scales, memory.
     Inspect(InspectArgs),
@@ -248,6 +248,12 @@ pub struct PlanArgs {
     /// Multiprocessors to plan for.
     #[arg(long, default_value_t = 132)]
     pub sms: u32,
+    /// Routes to this rank's experts to reckon with; by default what the busiest rank gets from the synthetic router.
+    #[arg(long)]
+    pub routes: Option<f64>,
+    /// Experts that they touch.
+    #[arg(long)]
+    pub experts: Option<f64>,
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,

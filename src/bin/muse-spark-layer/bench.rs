@@ -1,8 +1,8 @@
 //! `bench`: times the judge's cases as the judge does, and each operation of a step by itself.
 
-mod cases;
+pub mod cases;
 pub mod floor;
-mod kernels;
+pub mod kernels;
 #[cfg(feature = "cuda")]
 mod measure;
 pub mod results;

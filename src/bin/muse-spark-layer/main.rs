@@ -9,6 +9,7 @@ mod check;
 mod env;
 mod inspect;
 mod machine;
+mod plan;
 mod plot;
 mod report;
 mod run;
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Trace(args) => trace::trace(&args),
-        Command::Plan(args) => run::plan(&args),
+        Command::Plan(args) => plan::plan(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Synth(args) => synth::synth(&args),
         Command::Env(args) => env::env(&args),

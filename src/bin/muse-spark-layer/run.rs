@@ -1,10 +1,10 @@
 //! `run` and `plan`.
 
-use crate::args::{BackendChoice, PlanArgs, RunArgs};
+use crate::args::{BackendChoice, RunArgs};
 use crate::{machine, report};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, SyntheticStep};
-use muse_spark_layer::{Backend, DecoderLayer, LayerConfig, LayerWeights, Plan, Result, Taps};
+use muse_spark_layer::{Backend, DecoderLayer, LayerConfig, LayerWeights, Result, Taps};
 use std::time::Instant;
 
 /// Which of the step's routes stay on this rank.
@@ -188,17 +188,6 @@ pub fn run(args: &RunArgs) -> Result<bool> {
         ])
     );
     Ok(finite)
-}
-
-/// What a step launches.
-pub fn plan(args: &PlanArgs) -> Result<bool> {
-    let plan = Plan::new(args.step.key(), LayerConfig::muse_spark_tp8().experts, args.sms)?;
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&plan).map_err(report_error)?);
-    } else {
-        println!("{plan}");
-    }
-    Ok(true)
 }
 
 /// A report that cannot be serialised is a fault of this program.

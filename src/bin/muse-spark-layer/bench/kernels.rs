@@ -3,7 +3,6 @@
 
 use super::floor::{Load, EXPERT_BYTES};
 use muse_spark_layer::plan::DensePlan;
-use muse_spark_layer::synthetic::SyntheticInput;
 use muse_spark_layer::{LayerConfig, LayerKind, Plan};
 
 /// What the attention of one input sees.
@@ -16,12 +15,12 @@ pub struct Keys {
 }
 
 impl Keys {
-    pub fn of(config: &LayerConfig, kind: LayerKind, input: &SyntheticInput) -> Keys {
+    /// Of requests with (cached, new) tokens each.
+    pub fn of(config: &LayerConfig, kind: LayerKind, requests: impl IntoIterator<Item = (usize, usize)>) -> Keys {
         let window = if kind == LayerKind::Sliding { config.window } else { usize::MAX };
         let mut keys = Keys::default();
-        for (end, tokens) in input.cache_seqlens.iter().zip(input.cu_seqlens_q.windows(2)) {
-            let (end, q_len) = (*end as usize, (tokens[1] - tokens[0]) as usize);
-            let first = end - q_len;
+        for (first, q_len) in requests {
+            let end = first + q_len;
             keys.rows += (end - (first + 1).saturating_sub(window)) as f64;
             keys.pairs += (first..end).map(|position| (position + 1).min(window) as f64).sum::<f64>();
         }
@@ -131,18 +130,7 @@ mod tests {
     #[test]
     fn windows_bound_what_is_seen() {
         let config = LayerConfig::muse_spark_tp8();
-        let input = SyntheticInput {
-            stream: vec![],
-            attn_input: vec![],
-            positions: vec![],
-            cache_loc: vec![],
-            cu_seqlens_q: vec![0, 1, 3],
-            cache_seqlens: vec![5000, 2049],
-            page_table: vec![],
-            table_width: 0,
-            local_start: 0,
-        };
-        let sees = |kind| Keys::of(&config, kind, &input);
+        let sees = |kind| Keys::of(&config, kind, [(4999, 1), (2047, 2)]);
         assert_eq!(sees(LayerKind::Full), Keys { rows: 7049.0, pairs: 5000.0 + 2048.0 + 2049.0 });
         assert_eq!(sees(LayerKind::Sliding), Keys { rows: 2048.0 + 2049.0, pairs: 3.0 * 2048.0 });
     }

@@ -120,7 +120,14 @@ impl Bench {
         let n = case.inputs();
         for i in 0..n {
             let input = synthetic::input(&self.config, &case.spec(), self.seed + INPUT_SEED + i as u64)?;
-            let seen = Keys::of(&self.config, case.kind, &input);
+            let seen = Keys::of(
+                &self.config,
+                case.kind,
+                input.cache_seqlens.iter().zip(input.cu_seqlens_q.windows(2)).map(|(end, tokens)| {
+                    let q_len = (tokens[1] - tokens[0]) as usize;
+                    (*end as usize - q_len, q_len)
+                }),
+            );
             keys.rows += seen.rows / n as f64;
             keys.pairs += seen.pairs / n as f64;
             let mut steps: Vec<ResidentStep> = Vec::new();
