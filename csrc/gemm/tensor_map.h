@@ -38,7 +38,7 @@ inline int bf16_rows_map(CUtensorMap* map, const void* base, int64_t columns, in
       encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base), dims, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return static_cast<int>(r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue);
+  return static_cast<int>(r);  // CUresult and cudaError_t share their codes: a lost context says so
 }
 
 }  // namespace msl

@@ -1,8 +1,9 @@
-// combine: moe_mix[t] = sum over the token's local routes, in slot order, of score * rms(y (1 + w), 1e-8).
+// combine: moe_mix[t] = sum over the token's local routes, in slot order (one pass), of score * rms(y (1 + w), 1e-8).
 //
 // 512 threads own a token, 8 columns each: one CTA, or with few tokens a cluster of 4 CTAs of 128. Routes go
 // kBatch at a time: their rows are loaded together, and one exchange sums four norms. A token without local
-// routes writes exact zeros. With several passes the sum stays in FP32 in `accumulate` between them. Norm
+// routes writes exact zeros. With several passes the sum stays in FP32 in `accumulate` between them, and routes go
+// in the order of the sorted list instead: where a pass ends depends on the other tokens' routes, and moves no bit so. Norm
 // weights are in registers before pdl_wait(); with many tokens a CTA walks over them and keeps the weights.
 //
 // The cluster form also reads token_route and topk_scores before pdl_wait(), so that the rows are the only
@@ -47,6 +48,22 @@ __device__ __forceinline__ void store_bf16x8(__nv_bfloat16* p, const Float8& f) 
     word[i] = reinterpret_cast<const uint32_t&>(pair);
   }
   *reinterpret_cast<uint4*>(p) = packed;
+}
+
+// Slots 0 .. 7 of a warp's lanes by ascending place.
+__device__ __forceinline__ void sort_routes(uint32_t& place, float& score) {
+  const int lane = threadIdx.x & 31;
+  int rank = 0, from = lane;
+#pragma unroll
+  for (int s = 0; s < kTopK; s++) {
+    const uint32_t other = __shfl_sync(0xFFFFFFFFu, place, s);
+    rank += other < place || (other == place && s < lane);
+  }
+#pragma unroll
+  for (int s = 0; s < kTopK; s++)
+    if (__shfl_sync(0xFFFFFFFFu, rank, s) == lane) from = s;
+  place = __shfl_sync(0xFFFFFFFFu, place, from);
+  score = __shfl_sync(0xFFFFFFFFu, score, from);
 }
 
 // Rows of the first kBatch routes in `slots` (which loses them), the splits added in order. Lane s of each
@@ -119,6 +136,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
       score = __ldcg(p.topk_scores + int64_t(token) * kTopK + lane);
       place = route >= 0 ? uint32_t(route) - uint32_t(p.route_begin) : 0xFFFFFFFFu;
     }
+    if (p.accumulate != nullptr) sort_routes(place, score);
   };
   if constexpr (kCtas > 1) look_up(blockIdx.x / kCtas);
   cluster.ready();

@@ -66,8 +66,10 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
   uint32_t place_next = route_place(p, blockIdx.x);
   if (warp == kCombineThreads / 32) {  // the copies
     for (int64_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
-      const uint32_t place = place_next;
+      uint32_t place = place_next;
       place_next = route_place(p, token + gridDim.x);
+      float no_score = 0.0f;
+      if (p.accumulate != nullptr) sort_routes(place, no_score);
       uint32_t slots = __ballot_sync(0xFFFFFFFFu, place < uint32_t(p.route_bound));
       for (; slots != 0; slots &= slots - 1) {
         const int64_t row = __shfl_sync(0xFFFFFFFFu, place, __ffs(slots) - 1);
@@ -89,10 +91,11 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
   float score_next = scores(blockIdx.x);
   int round = 0;
   for (int64_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
-    const uint32_t place = place_next;
-    const float score = score_next;
+    uint32_t place = place_next;
+    float score = score_next;
     place_next = route_place(p, token + gridDim.x);
     score_next = scores(token + gridDim.x);
+    if (p.accumulate != nullptr) sort_routes(place, score);
     uint32_t slots = __ballot_sync(0xFFFFFFFFu, place < uint32_t(p.route_bound));
     const int64_t row = token * kExpertDim + column;
     if (slots == 0 && !p.first_pass && !p.last_pass) continue;

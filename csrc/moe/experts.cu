@@ -22,7 +22,7 @@ int encode(CUtensorMap* map, const void* base, int rank, const cuuint64_t* dims,
   const CUresult r = encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(base), dims, strides, box,
                                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return r == CUDA_SUCCESS ? 0 : static_cast<int>(cudaErrorInvalidValue);
+  return static_cast<int>(r);  // the codes of cudaError_t
 }
 
 // From the parameters alone: a plan's launches never change shape.

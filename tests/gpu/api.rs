@@ -1,126 +1,35 @@
 //! The API's contracts on a Hopper GPU: against the CPU reference, segments, capture and replay, dependent
 //! launch, poisoned scratch, errors that leave the process usable. Says so and passes where there is no GPU.
 
-use cudarc::driver::{result as driver, sys};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput};
 use muse_spark_layer::backend::cuda::{Buffer, Device};
-use muse_spark_layer::step::{AttentionInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
+use muse_spark_layer::step::{FinalInput, FinalOutput, MoeInput, MoeOutput};
 use muse_spark_layer::synthetic::{self, Spread, StepSpec, SyntheticStep};
 use muse_spark_layer::{
-    Backend, DType, DecoderLayer, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, Error, LayerKind, LayerWeights,
-    PagedKvCache, Plan, PlanKey, QueryPrecision, Stream, Taps, Workspace,
+    Backend, DType, DecoderLayer, DeviceTensor, Error, LayerKind, LayerWeights, Plan, PlanKey, QueryPrecision, Stream,
+    Taps,
 };
 use rstest::rstest;
 
-use crate::harness::{gpu, Gpu};
-
-/// A step's tensors on the device.
-struct OnDevice {
-    input: DeviceInput,
-    output: DeviceOutput,
-    lengths: Buffer,
-    positions: Buffer,
-    hidden: Buffer,
-    stream: Buffer,
-    topk_ids: Buffer,
-    _kept: Vec<Buffer>,
-}
-
-fn bytes<T: Copy, const N: usize>(values: &[T], to: fn(T) -> [u8; N]) -> Vec<u8> {
-    values.iter().flat_map(|&v| to(v)).collect()
-}
+use crate::harness::{floats, gpu, raw, relative_l2, step_key, DeviceStep, Gpu};
+use crate::memory::{Scratch, POISON};
 
 fn view(buffer: &Buffer, dtype: DType, shape: &[usize]) -> DeviceTensor {
-    // SAFETY: the buffer is as large and outlives the step, which every test waits for.
-    unsafe { DeviceTensor::contiguous(buffer.ptr(), dtype, shape) }
+    raw(buffer.ptr(), dtype, shape)
 }
 
-impl OnDevice {
-    fn new(device: &Device, step: &SyntheticStep) -> OnDevice {
-        let (x, cache) = (&step.input, &step.cache);
-        let (t, b) = (x.positions.len(), x.cache_seqlens.len());
-        let mut kept = Vec::new();
-        let mut put = |dtype, shape: &[usize], bytes: Vec<u8>| {
-            let buffer = device.upload(&bytes).unwrap();
-            let tensor = view(&buffer, dtype, shape);
-            kept.push(buffer);
-            tensor
-        };
-        let pages = cache.k.len() / cache.page_size / 128;
-        let pool = [pages, cache.page_size, 2, 64];
-        let attention = AttentionInput {
-            attn_input: put(DType::Bf16, &[t, 8192], bytes(&x.attn_input, half::bf16::to_le_bytes)),
-            positions: put(DType::I64, &[t], bytes(&x.positions, i64::to_le_bytes)),
-            cache_loc: put(DType::I64, &[t], bytes(&x.cache_loc, i64::to_le_bytes)),
-            cu_seqlens_q: put(DType::I32, &[b + 1], bytes(&x.cu_seqlens_q, i32::to_le_bytes)),
-            cache_seqlens: put(DType::I32, &[b], bytes(&x.cache_seqlens, i32::to_le_bytes)),
-            page_table: put(DType::I32, &[b, x.table_width], bytes(&x.page_table, i32::to_le_bytes)),
-            k_scale: put(DType::F32, &[1], cache.k_scale.to_le_bytes().to_vec()),
-            v_scale: put(DType::F32, &[1], cache.v_scale.to_le_bytes().to_vec()),
-            cache: PagedKvCache::new(
-                put(DType::E4m3, &pool, cache.k.clone()),
-                put(DType::E4m3, &pool, cache.v.clone()),
-            )
-            .unwrap(),
-        };
-        let stream_in = put(DType::F32, &[t, 8192], bytes(&x.stream, f32::to_le_bytes));
-        let local_start = put(DType::I32, &[1], x.local_start.to_le_bytes().to_vec());
-        let out = |size: usize| {
-            let buffer = device.allocate(size as u64).unwrap();
-            buffer.fill(0xFF).unwrap();
-            buffer
-        };
-        let (hidden, stream, topk_ids) = (out(t * 8192 * 2), out(t * 8192 * 4), out(t * 32));
-        let own = |tensor: &mut DeviceTensor, dtype, shape: &[usize], bytes: Vec<u8>| {
-            let buffer = device.upload(&bytes).unwrap();
-            *tensor = view(&buffer, dtype, shape);
-            buffer
-        };
-        let mut attention = attention;
-        let lengths = own(&mut attention.cache_seqlens, DType::I32, &[b], bytes(&x.cache_seqlens, i32::to_le_bytes));
-        let positions = own(&mut attention.positions, DType::I64, &[t], bytes(&x.positions, i64::to_le_bytes));
-        OnDevice {
-            output: DeviceOutput {
-                hidden: Some(view(&hidden, DType::Bf16, &[t, 8192])),
-                stream: view(&stream, DType::F32, &[t, 8192]),
-                topk_ids: view(&topk_ids, DType::I32, &[t, 8]),
-                taps: DeviceTaps::default(),
-            },
-            input: DeviceInput { attention, stream: stream_in, local_start, num_tokens_non_padded: None },
-            lengths,
-            positions,
-            hidden,
-            stream,
-            topk_ids,
-            _kept: kept,
-        }
-    }
-
-    /// The outputs' bytes; the outputs are filled with NaN again.
-    fn take(&self) -> Vec<Vec<u8>> {
-        [&self.hidden, &self.stream, &self.topk_ids]
-            .map(|buffer| {
-                let mut out = vec![0; buffer.bytes() as usize];
-                buffer.read(&mut out).unwrap();
-                buffer.fill(0xFF).unwrap();
-                out
-            })
-            .to_vec()
-    }
+/// The outputs' bytes; the outputs are filled with NaN again.
+fn take(on: &DeviceStep) -> Vec<Vec<u8>> {
+    let out = on.outputs();
+    on.intact();
+    on.poison_outputs();
+    out
 }
 
 fn plan_of(gpu: &Gpu, step: &SyntheticStep, kind: LayerKind, change: impl Fn(&mut PlanKey)) -> Plan {
-    let x = &step.input;
-    let longest = x.cu_seqlens_q.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0) as u32;
-    let mut key = PlanKey {
-        tokens: x.positions.len() as u32,
-        max_q_len: longest,
-        page_size: step.cache.page_size as u32,
-        kind,
-        ..PlanKey::decode(x.cache_seqlens.len() as u32, x.table_width as u32)
-    };
+    let mut key = step_key(step, kind);
     change(&mut key);
-    gpu.cuda.plan(key).unwrap()
+    gpu.plan(key)
 }
 
 /// A step with local routes.
@@ -132,20 +41,6 @@ fn step(gpu: &Gpu, spec: &StepSpec) -> SyntheticStep {
     let probe = gpu.cuda.forward_host(&step.input.view(), &mut cache.view(), &options).unwrap();
     step.input.local_start = muse_spark_layer::routing::busiest_start(config, &probe.topk_ids);
     step
-}
-
-fn poisoned(gpu: &Gpu, plan: &Plan) -> Workspace {
-    let mut workspace = gpu.cuda.workspace(plan).unwrap();
-    workspace.poison(&gpu.device).unwrap();
-    workspace
-}
-
-fn relative(got: &[f32], want: &[f32]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    let square = |x: f64| x * x;
-    let error: f64 = got.iter().zip(want).map(|(&g, &w)| square(g as f64 - w as f64)).sum();
-    let norm: f64 = want.iter().map(|&w| square(w as f64)).sum();
-    (error / norm.max(1e-60)).sqrt()
 }
 
 #[rstest]
@@ -178,7 +73,7 @@ fn a_step_is_the_reference_s(#[case] spec: StepSpec) {
         let pick = |x: &[f32]| -> Vec<f32> {
             x.chunks(width).zip(&same).filter(|(_, &s)| s || !after_routing).flat_map(|(row, _)| row.to_vec()).collect()
         };
-        let error = relative(&pick(got), &pick(want));
+        let error = relative_l2(&pick(got), &pick(want));
         println!("{name:18} {error:.1e}");
         assert!(error < 0.006, "{name}: {error}");
     };
@@ -199,20 +94,20 @@ fn launches_segments_and_scratch_do_not_change_a_bit(#[case] spec: StepSpec) {
     let Some(guard) = gpu("api") else { return };
     let gpu = &*guard;
     let step = step(gpu, &spec);
-    let on = OnDevice::new(&gpu.device, &step);
+    let on = DeviceStep::new(gpu, &step);
     let plan = plan_of(gpu, &step, spec.kind, |_| {});
-    let mut workspace = poisoned(gpu, &plan);
-    gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
-    let first = on.take();
-    assert!(first.iter().all(|x| x.iter().any(|&b| b != 0xFF)));
-    assert_eq!(workspace.control(&gpu.device).unwrap(), [0; 64], "counters are left zero");
+    let mut scratch = Scratch::new(gpu, &plan);
+    gpu.cuda.forward(&plan, scratch.workspace(), &on.input, &on.output, Stream::LEGACY).unwrap();
+    let first = take(&on);
+    assert!(first.iter().all(|x| x.iter().any(|&b| b != POISON)));
+    scratch.intact();
     // The same workspace, used scratch; plain launches; a debugging plan.
     for change in
         [|_: &mut PlanKey| {}, |k: &mut PlanKey| k.dependent_launch = false, |k: &mut PlanKey| k.synchronize = true]
     {
         let plan = plan_of(gpu, &step, spec.kind, change);
-        gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
-        assert_eq!(on.take(), first);
+        gpu.cuda.forward(&plan, scratch.workspace(), &on.input, &on.output, Stream::LEGACY).unwrap();
+        assert_eq!(take(&on), first);
     }
     // In three segments, on scratch poisoned in between.
     let tokens = step.input.positions.len();
@@ -221,8 +116,8 @@ fn launches_segments_and_scratch_do_not_change_a_bit(#[case] spec: StepSpec) {
     let attn_out = view(&a, DType::Bf16, &[tokens, 8192]);
     let stream_after_attn = view(&s, DType::F32, &[tokens, 8192]);
     let moe_mix = view(&mix, DType::Bf16, &[tokens, 4096]);
-    gpu.cuda.attention_block(&plan, &mut workspace, &on.input.attention, &attn_out, Stream::LEGACY).unwrap();
-    workspace.poison(&gpu.device).unwrap();
+    gpu.cuda.attention_block(&plan, scratch.workspace(), &on.input.attention, &attn_out, Stream::LEGACY).unwrap();
+    scratch.poison();
     let input = MoeInput {
         stream: on.input.stream.clone(),
         attn_out,
@@ -234,12 +129,12 @@ fn launches_segments_and_scratch_do_not_change_a_bit(#[case] spec: StepSpec) {
         topk_ids: on.output.topk_ids.clone(),
         moe_mix: moe_mix.clone(),
     };
-    gpu.cuda.moe_block(&plan, &mut workspace, &input, &output, Stream::LEGACY).unwrap();
-    workspace.poison(&gpu.device).unwrap();
+    gpu.cuda.moe_block(&plan, scratch.workspace(), &input, &output, Stream::LEGACY).unwrap();
+    scratch.poison();
     let output = FinalOutput { hidden: on.output.hidden.clone(), stream: on.output.stream.clone() };
     let input = FinalInput { stream_after_attn, moe_mix };
-    gpu.cuda.final_block(&plan, &mut workspace, &input, &output, Stream::LEGACY).unwrap();
-    assert_eq!(on.take(), first);
+    gpu.cuda.final_block(&plan, scratch.workspace(), &input, &output, Stream::LEGACY).unwrap();
+    assert_eq!(take(&on), first);
 }
 
 #[test]
@@ -248,58 +143,19 @@ fn routes_beyond_the_bound_cost_passes_only() {
     let gpu = &*guard;
     let spec = StepSpec::new(40, 1, 50, LayerKind::Full);
     let step = step(gpu, &spec);
-    let on = OnDevice::new(&gpu.device, &step);
+    let on = DeviceStep::new(gpu, &step);
     let run = |bound: Option<u32>| {
         let plan = plan_of(gpu, &step, spec.kind, |k| k.route_bound = bound);
-        let mut workspace = poisoned(gpu, &plan);
-        gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
-        let out = on.take();
+        let mut scratch = Scratch::new(gpu, &plan);
+        gpu.cuda.forward(&plan, scratch.workspace(), &on.input, &on.output, Stream::LEGACY).unwrap();
+        let out = take(&on);
         (plan.launches.experts.passes, out)
     };
     let (one, whole) = run(None);
     let (many, parts) = run(Some(16));
     assert_eq!((one, many), (1, 20));
-    let floats = |x: &[u8]| x.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect::<Vec<_>>();
-    assert!(relative(&floats(&parts[1]), &floats(&whole[1])) < 1e-3);
+    assert!(relative_l2(&floats(&parts[1]), &floats(&whole[1])) < 1e-3);
     assert_eq!(parts[2], whole[2]);
-}
-
-#[rstest]
-#[case(StepSpec::new(2, 1, 400, LayerKind::Full))]
-#[case(StepSpec::new(1, 8, 400, LayerKind::Sliding))]
-#[case(StepSpec::new(1, 130, 400, LayerKind::Full))]
-fn a_captured_first_call_replays_on_other_lengths(#[case] spec: StepSpec) {
-    let Some(guard) = gpu("api") else { return };
-    let gpu = &*guard;
-    let step = step(gpu, &spec);
-    let on = OnDevice::new(&gpu.device, &step);
-    let plan = plan_of(gpu, &step, spec.kind, |_| {});
-    let mut workspace = poisoned(gpu, &plan);
-    let _current = gpu.device.make_current().unwrap();
-    // SAFETY: plain driver calls on this test's own stream and graph.
-    unsafe {
-        let stream = driver::stream::create(driver::stream::StreamKind::NonBlocking).unwrap();
-        driver::stream::begin_capture(stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
-        gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::from_raw(stream.cast())).unwrap();
-        let graph = driver::stream::end_capture(stream).unwrap();
-        let exec = driver::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)).unwrap();
-        for shorter in [0, 7, 150] {
-            // The step moves back in time: its tokens see fewer keys. Same cache rows.
-            let lengths: Vec<i32> = step.input.cache_seqlens.iter().map(|l| l - shorter).collect();
-            let positions: Vec<i64> = step.input.positions.iter().map(|p| p - shorter as i64).collect();
-            on.lengths.write(&bytes(&lengths, i32::to_le_bytes)).unwrap();
-            on.positions.write(&bytes(&positions, i64::to_le_bytes)).unwrap();
-            workspace.poison(&gpu.device).unwrap();
-            driver::graph::launch(exec, stream).unwrap();
-            driver::stream::synchronize(stream).unwrap();
-            let replayed = on.take();
-            gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
-            assert_eq!(replayed, on.take(), "{shorter} tokens shorter");
-        }
-        driver::graph::exec_destroy(exec).unwrap();
-        driver::graph::destroy(graph).unwrap();
-        driver::stream::destroy(stream).unwrap();
-    }
 }
 
 #[test]
@@ -308,15 +164,14 @@ fn wrong_memory_is_named_and_the_process_stays_usable() {
     let gpu = &*guard;
     let spec = StepSpec::new(1, 1, 30, LayerKind::Full);
     let step = step(gpu, &spec);
-    let mut on = OnDevice::new(&gpu.device, &step);
+    let mut on = DeviceStep::new(gpu, &step);
     let plan = plan_of(gpu, &step, spec.kind, |_| {});
-    let mut workspace = poisoned(gpu, &plan);
+    let mut scratch = Scratch::new(gpu, &plan);
     let good = on.input.stream.clone();
     let host = vec![0f32; 8192 + 4];
     let address = (host.as_ptr() as u64).next_multiple_of(16);
-    // SAFETY: refused before anything follows it.
-    on.input.stream = unsafe { DeviceTensor::contiguous(address, DType::F32, &[1, 8192]) };
-    let error = gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap_err();
+    on.input.stream = raw(address, DType::F32, &[1, 8192]);
+    let error = gpu.cuda.forward(&plan, scratch.workspace(), &on.input, &on.output, Stream::LEGACY).unwrap_err();
     assert_eq!(error.to_string(), "stream: wanted device memory, got host memory");
     on.input.stream = good;
     let mut small = gpu.cuda.workspace_of(1024).unwrap();
@@ -328,13 +183,13 @@ fn wrong_memory_is_named_and_the_process_stays_usable() {
     std::thread::scope(|scope| {
         scope
             .spawn(|| {
-                gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).unwrap();
+                gpu.cuda.forward(&plan, scratch.workspace(), &on.input, &on.output, Stream::LEGACY).unwrap();
                 gpu.device.synchronize().unwrap();
             })
             .join()
             .unwrap();
     });
-    assert!(on.take()[1].iter().any(|&b| b != 0xFF));
+    assert!(take(&on)[1].iter().any(|&b| b != POISON));
 }
 
 #[test]

@@ -1,73 +1,28 @@
 //! Capture and replay: the first call is captured, replays on changed inputs with poisoned scratch give the
 //! bits of eager calls with dependent launch off.
 
-use crate::harness::{gpu, key, spec, DeviceStep, Gpu};
+use crate::harness::{gpu, spec, step_key, DeviceStep, Gpu};
+use crate::memory::Scratch;
 use cudarc::driver::sys;
-use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
-use muse_spark_layer::{LayerKind, PlanKey, Stream, Workspace};
+use muse_spark_layer::backend::cuda::graph::{Graph, OwnedStream};
+use muse_spark_layer::synthetic::{StepSpec, SyntheticStep};
+use muse_spark_layer::{LayerKind, Plan, PlanKey, Stream};
 use rstest::rstest;
 
-/// A stream of the test's own.
-struct OwnStream(sys::CUstream);
-
-impl OwnStream {
-    /// The device is current.
-    fn new() -> OwnStream {
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: writes one handle.
-        let code = unsafe { sys::cuStreamCreate(&mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        OwnStream(stream)
-    }
-
-    fn stream(&self) -> Stream {
-        // SAFETY: a live stream of device 0.
-        unsafe { Stream::from_raw(self.0.cast()) }
-    }
-
-    /// Captures what `work` queues, in the strictest mode.
-    fn capture(&self, work: impl FnOnce(Stream)) -> Graph {
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
-        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: a live stream; handles are written once.
-        unsafe {
-            assert_eq!(sys::cuStreamBeginCapture_v2(self.0, mode), sys::CUresult::CUDA_SUCCESS);
-            work(self.stream());
-            assert_eq!(sys::cuStreamEndCapture(self.0, &mut graph), sys::CUresult::CUDA_SUCCESS);
-            assert_eq!(sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0), sys::CUresult::CUDA_SUCCESS);
-            sys::cuGraphDestroy(graph);
-        }
-        Graph(exec)
-    }
-
-    fn replay(&self, graph: &Graph) {
-        // SAFETY: both live.
-        unsafe {
-            assert_eq!(sys::cuGraphLaunch(graph.0, self.0), sys::CUresult::CUDA_SUCCESS);
-            assert_eq!(sys::cuStreamSynchronize(self.0), sys::CUresult::CUDA_SUCCESS);
-        }
-    }
+/// Captures one step, in the strictest mode, on a handle of the scratch that does not outlive the capture.
+pub fn captured<'a>(gpu: &'a Gpu, own: &OwnedStream, plan: Plan, scratch: &Scratch, on: &'a DeviceStep) -> Graph<'a> {
+    let mut workspace = scratch.another(gpu);
+    own.capture(move |stream| gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, stream)).expect("a graph")
 }
 
-impl Drop for OwnStream {
-    fn drop(&mut self) {
-        // SAFETY: created by `new`, destroyed once.
-        unsafe { sys::cuStreamDestroy_v2(self.0) };
-    }
-}
-
-struct Graph(sys::CUgraphExec);
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        // SAFETY: instantiated by `capture`, destroyed once.
-        unsafe { sys::cuGraphExecDestroy(self.0) };
-    }
+pub fn replay(own: &OwnedStream, graph: &Graph) {
+    own.replay(graph).expect("replay");
+    own.synchronize().expect("the replayed step");
 }
 
 /// The same shape with other lengths: requests shortened to a third, everything else of another seed.
-fn shorter(gpu: &Gpu, spec: &StepSpec, seed: u64) -> SyntheticStep {
-    let mut step = synthetic::step(&gpu.config, spec, seed).expect("a step");
+pub fn shorter(gpu: &Gpu, spec: &StepSpec, seed: u64) -> SyntheticStep {
+    let mut step = gpu.step(spec, seed);
     let page = step.cache.page_size as i64;
     for b in 0..spec.q_lens.len() {
         let tokens = step.input.cu_seqlens_q[b] as usize..step.input.cu_seqlens_q[b + 1] as usize;
@@ -87,9 +42,12 @@ fn shorter(gpu: &Gpu, spec: &StepSpec, seed: u64) -> SyntheticStep {
     step
 }
 
-fn forward(gpu: &Gpu, key: &PlanKey, workspace: &mut Workspace, on: &DeviceStep, stream: Stream) {
-    let plan = gpu.cuda.plan(key.clone()).expect("a plan");
-    gpu.cuda.forward(&plan, workspace, &on.input, &on.output, stream).expect("forward");
+/// What an eager step without dependent launch gives.
+fn eager(gpu: &Gpu, key: &PlanKey, scratch: &mut Scratch, on: &DeviceStep, stream: Stream) -> Vec<Vec<u8>> {
+    let plan = gpu.plan(PlanKey { dependent_launch: false, ..key.clone() });
+    gpu.forward(&plan, scratch.workspace(), on, stream);
+    gpu.device.synchronize().expect("eager");
+    on.results()
 }
 
 #[rstest]
@@ -98,64 +56,122 @@ fn replays_give_eager_bits(
     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
 ) {
     let Some(gpu) = gpu("capture::replays_give_eager_bits") else { return };
-    let _current = gpu.device.make_current().expect("a context");
     let spec = spec(name, kind);
-    let captured_on = shorter(&gpu, &spec, 50);
-    let on = DeviceStep::new(&gpu, &captured_on);
-    let key = key(&captured_on, &spec);
-    let plan = gpu.cuda.plan(key.clone()).expect("a plan");
-    let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
-    let own = OwnStream::new();
-    let graph = own.capture(|stream| forward(&gpu, &key, &mut workspace, &on, stream));
-    let plain = PlanKey { dependent_launch: false, ..key.clone() };
+    let first = gpu.step(&spec, 50);
+    let on = DeviceStep::new(&gpu, &first);
+    let key = step_key(&first, kind);
+    let plan = gpu.plan(key.clone());
+    let mut scratch = Scratch::new(&gpu, &plan);
+    let own = OwnedStream::new(&gpu.device).expect("a stream");
+    let graph = captured(&gpu, &own, plan, &scratch, &on);
     for seed in 51..54 {
-        let step = if seed % 2 == 1 {
-            synthetic::step(&gpu.config, &spec, seed).expect("a step")
-        } else {
-            shorter(&gpu, &spec, seed)
-        };
+        let step = if seed % 2 == 1 { gpu.step(&spec, seed) } else { shorter(&gpu, &spec, seed) };
         on.overwrite(&step);
-        workspace.poison(&gpu.device).expect("poison");
-        forward(&gpu, &plain, &mut workspace, &on, own.stream());
-        gpu.device.synchronize().expect("eager");
-        let want = on.results();
-        for replay in 0..6 {
+        scratch.poison();
+        let want = eager(&gpu, &key, &mut scratch, &on, own.stream());
+        for again in 0..4 {
             on.overwrite(&step);
-            if replay % 2 == 0 {
-                workspace.poison(&gpu.device).expect("poison");
+            if again % 2 == 0 {
+                scratch.poison();
             }
-            own.replay(&graph);
-            assert!(on.results() == want, "replay {replay} of seed {seed} differs from eager");
-            let control = workspace.control(&gpu.device).expect("the control block");
-            assert!(control.iter().all(|w| *w == 0), "the control block is left zero");
+            replay(&own, &graph);
+            assert!(on.results() == want, "replay {again} of seed {seed} differs from eager");
+            scratch.intact();
         }
+        on.intact();
     }
 }
 
-/// A graph captured on a context of 1 replays at the table's full width.
+/// A graph captured on short requests replays at the table's full width, 128k.
 #[rstest]
-fn lengths_grow_after_capture(#[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind) {
+fn lengths_grow_after_capture(
+    #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
+    #[values(1, 8)] q_len: usize,
+    #[values(1, 256)] first: i32,
+) {
     let Some(gpu) = gpu("capture::lengths_grow_after_capture") else { return };
-    let _current = gpu.device.make_current().expect("a context");
-    let spec = StepSpec::new(2, 1, 30_000, kind);
-    let long = synthetic::step(&gpu.config, &spec, 61).expect("a step");
+    let spec = StepSpec::new(2, q_len, 131_072 - q_len, kind);
+    let long = gpu.step(&spec, 61);
     let mut short = long.clone();
     for b in 0..2 {
-        short.input.cache_seqlens[b] = 1;
-        short.input.positions[b] = 0;
-        short.input.cache_loc[b] = short.input.page_table[b * short.input.table_width] as i64;
+        short.input.cache_seqlens[b] = first.max(q_len as i32);
+        for i in 0..q_len {
+            let (t, position) = (b * q_len + i, (first.max(q_len as i32) as usize) - q_len + i);
+            short.input.positions[t] = position as i64;
+            short.input.cache_loc[t] = short.input.page_table[b * short.input.table_width + position].into();
+        }
     }
     let on = DeviceStep::new(&gpu, &short);
-    let key = key(&short, &spec);
-    let plan = gpu.cuda.plan(key.clone()).expect("a plan");
-    let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
-    let own = OwnStream::new();
-    let graph = own.capture(|stream| forward(&gpu, &key, &mut workspace, &on, stream));
+    let key = step_key(&short, kind);
+    let plan = gpu.plan(key.clone());
+    let mut scratch = Scratch::new(&gpu, &plan);
+    let own = OwnedStream::new(&gpu.device).expect("a stream");
+    let graph = captured(&gpu, &own, plan, &scratch, &on);
+    replay(&own, &graph);
     on.overwrite(&long);
-    forward(&gpu, &PlanKey { dependent_launch: false, ..key.clone() }, &mut workspace, &on, own.stream());
-    gpu.device.synchronize().expect("eager");
-    let want = on.results();
+    let want = eager(&gpu, &key, &mut scratch, &on, own.stream());
     on.overwrite(&long);
-    own.replay(&graph);
+    scratch.poison();
+    replay(&own, &graph);
+    assert!(on.results() == want);
+    scratch.intact();
+}
+
+/// Scales are read on the device: swapped between replays of one graph, they give what eager steps give.
+#[rstest]
+fn scales_swap_between_replays(#[values("decode-3", "verify-3", "prefill-65")] name: &str) {
+    let Some(gpu) = gpu("capture::scales_swap_between_replays") else { return };
+    let kind = LayerKind::Sliding;
+    let spec = spec(name, kind);
+    let mut step = gpu.step(&spec, 62);
+    let on = DeviceStep::new(&gpu, &step);
+    let key = step_key(&step, kind);
+    let plan = gpu.plan(key.clone());
+    let mut scratch = Scratch::new(&gpu, &plan);
+    let own = OwnedStream::new(&gpu.device).expect("a stream");
+    let graph = captured(&gpu, &own, plan, &scratch, &on);
+    let mut seen = Vec::new();
+    for (k_scale, v_scale) in [(0.37, 2.9), (2.9, 0.37), (0.37, 2.9)] {
+        (step.cache.k_scale, step.cache.v_scale) = (k_scale, v_scale);
+        on.overwrite(&step);
+        let want = eager(&gpu, &key, &mut scratch, &on, own.stream());
+        on.overwrite(&step);
+        replay(&own, &graph);
+        assert!(on.results() == want, "scales {k_scale} and {v_scale}");
+        seen.push(want);
+    }
+    assert!(seen[0] == seen[2] && seen[0] != seen[1], "both scales count");
+}
+
+/// Work pending on the legacy stream, and everything that the API lets go dropped before the replay: plan,
+/// workspace handle, views of the tensors (the memory stays).
+#[test]
+fn captured_beside_the_legacy_stream_and_replayed_alone() {
+    let Some(gpu) = gpu("capture::captured_beside_the_legacy_stream_and_replayed_alone") else { return };
+    let (spec, kind) = (spec("decode-8", LayerKind::Full), LayerKind::Full);
+    let step = gpu.step(&spec, 63);
+    let mut on = DeviceStep::new(&gpu, &step);
+    let key = step_key(&step, kind);
+    let plan = gpu.plan(key.clone());
+    let mut scratch = Scratch::new(&gpu, &plan);
+    let own = OwnedStream::new(&gpu.device).expect("a stream");
+    let want = eager(&gpu, &key, &mut scratch, &on, own.stream());
+    on.overwrite(&step);
+    let busy = gpu.device.allocate(4 << 30).expect("memory");
+    {
+        let _current = gpu.device.make_current().expect("a context");
+        // SAFETY: the allocation's own bytes, on the legacy stream: milliseconds of work.
+        let queued = unsafe { sys::cuMemsetD8Async(busy.ptr(), 1, 4 << 30, std::ptr::null_mut()) };
+        assert_eq!(queued, sys::CUresult::CUDA_SUCCESS);
+    }
+    let mut workspace = scratch.another(&gpu);
+    let graph = {
+        let (input, output, gpu) = (on.input.clone(), on.output.clone(), &gpu);
+        own.capture(move |stream| gpu.cuda.forward(&plan, &mut workspace, &input, &output, stream)).expect("a graph")
+    };
+    // Views of other memory: nothing of the capture's arguments is left.
+    on.input.stream = on.input.attention.attn_input.clone();
+    scratch.poison();
+    replay(&own, &graph);
     assert!(on.results() == want);
 }

@@ -7,8 +7,17 @@
 mod api;
 mod batch;
 mod capture;
+mod edges;
+mod exact;
+mod faults;
 mod harness;
 mod layer;
+mod matrix;
+mod memory;
 mod mixed;
 mod operations;
+mod properties;
+mod routes;
+mod soak;
+mod speed;
 mod stack;

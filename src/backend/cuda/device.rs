@@ -291,7 +291,7 @@ impl Buffer {
 
     /// Copies `bytes` to `offset` and waits for it.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let end = offset + bytes.len() as u64;
+        let end = offset.saturating_add(bytes.len() as u64);
         if end > self.bytes {
             return Err(Error::Limit { what: "bytes written to a buffer".into(), limit: self.bytes, got: end });
         }
@@ -307,14 +307,16 @@ impl Buffer {
 
     /// Copies the first `out.len()` bytes to the host, after all work queued on the device.
     pub fn read(&self, out: &mut [u8]) -> Result<()> {
-        if out.len() as u64 > self.bytes {
-            return Err(Error::Limit {
-                what: "bytes read from a buffer".into(),
-                limit: self.bytes,
-                got: out.len() as u64,
-            });
+        self.read_at(0, out)
+    }
+
+    /// Copies the `out.len()` bytes from `offset` on to the host, after all work queued on the device.
+    pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let end = offset.saturating_add(out.len() as u64);
+        if end > self.bytes {
+            return Err(Error::Limit { what: "bytes read from a buffer".into(), limit: self.bytes, got: end });
         }
-        self.device.read(self.ptr, out)
+        self.device.read(self.ptr + offset, out)
     }
 
     /// Sets every byte and waits for it.

@@ -1,0 +1,251 @@
+//! What goes wrong around the layer: no memory, a context lost by this layer or by someone else, drops in any order on
+//! any thread. A lost context is a process's end, so those tests run this program again as a child.
+
+use crate::harness::{gpu, raw, say, spec, step_key, DeviceStep, Gpu};
+use crate::memory::{kernel, Scratch};
+use cudarc::driver::sys;
+use muse_spark_layer::backend::cuda::{Buffer, Device};
+use muse_spark_layer::{Backend, DType, DecoderLayer, Error, LayerKind, LayerWeights, PlanKey, Stream, Workspace};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Set in a child, so that its tests do nothing when they are run by hand.
+const CHILD: &str = "MUSE_SPARK_LAYER_TEST_CHILD";
+
+/// Runs the ignored test `name` in a process of its own, which must pass, and soon.
+fn child(name: &str, variables: &[(&str, &str)]) -> String {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--exact", &format!("faults::{name}"), "--ignored", "--nocapture", "--test-threads", "1"]);
+    let mut child = command
+        .env(CHILD, "1")
+        .envs(variables.iter().copied())
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("a child");
+    let began = Instant::now();
+    while child.try_wait().expect("the child").is_none() {
+        if began.elapsed() > Duration::from_secs(30) {
+            child.kill().expect("the child");
+            panic!("{name} hangs");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().expect("the child");
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && text.contains("1 passed"), "{name}: {text}");
+    text
+}
+
+fn is_child() -> bool {
+    std::env::var(CHILD).is_ok()
+}
+
+/// Allocations that cannot be had say what was wanted and what there is; the next call works, and gives the same bits.
+#[test]
+fn out_of_memory_is_named_and_passes() {
+    let Some(gpu) = gpu("faults::out_of_memory_is_named_and_passes") else { return };
+    let kind = LayerKind::Full;
+    let step = gpu.step(&spec("decode-8", kind), 111);
+    let (on, plan) = (DeviceStep::new(&gpu, &step), gpu.plan(step_key(&step, kind)));
+    let mut scratch = Scratch::new(&gpu, &plan);
+    gpu.forward(&plan, scratch.workspace(), &on, Stream::LEGACY);
+    let want = on.results();
+    let (free, total) = gpu.device.memory().expect("memory");
+    assert!(free <= total && total > 50 << 30);
+    // All that is left but 1 GiB, in pieces, since one request may be refused for its size alone.
+    let mut kept: Vec<Buffer> = Vec::new();
+    while gpu.device.memory().expect("memory").0 > 5 << 30 {
+        kept.push(gpu.device.allocate(4 << 30).expect("what is free"));
+    }
+    while gpu.device.memory().expect("memory").0 > 1 << 30 {
+        kept.push(gpu.device.allocate(256 << 20).expect("what is free"));
+    }
+    let wanted = 3u64 << 30;
+    let refused = |error: Error| match &error {
+        Error::OutOfMemory { device: 0, wanted, free, total } => {
+            assert!(*free < 2 << 30 && *total > *wanted, "{error}");
+            assert!(error.to_string().contains("is out of memory"), "{error}");
+        }
+        other => panic!("{other}"),
+    };
+    refused(gpu.device.allocate(wanted).expect_err("there is no such memory"));
+    refused(gpu.cuda.workspace_of(wanted).expect_err("there is no such memory"));
+    // A layer that does not fit: what it had got is freed again.
+    let before = gpu.device.memory().expect("memory").0;
+    let weights = LayerWeights::from_host(&gpu.config, gpu.cpu.weights().tensors().view()).expect("weights");
+    let layer = DecoderLayer::new(gpu.config.clone(), weights, Backend::Cuda { device: 0 });
+    refused(layer.expect_err("1.6 GB do not fit into 1"));
+    assert_eq!(gpu.device.memory().expect("memory").0, before);
+    on.overwrite(&step);
+    gpu.forward(&plan, scratch.workspace(), &on, Stream::LEGACY);
+    assert!(on.results() == want, "the next call works");
+    drop(kept);
+    gpu.device.allocate(wanted).expect("there is memory again");
+}
+
+/// Layers, plans, workspaces and devices are dropped in any order, each on a thread of its own.
+#[test]
+fn drops_in_any_order_on_any_thread() {
+    let Some(gpu) = gpu("faults::drops_in_any_order_on_any_thread") else { return };
+    let kind = LayerKind::Sliding;
+    let step = gpu.step(&spec("decode-3", kind), 112);
+    let before = gpu.device.memory().expect("memory").0;
+    for order in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]] {
+        let weights = LayerWeights::from_host(&gpu.config, gpu.cpu.weights().tensors().view()).expect("weights");
+        let layer = DecoderLayer::new(gpu.config.clone(), weights, Backend::Cuda { device: 0 }).expect("a layer");
+        let plan = layer.plan(step_key(&step, kind)).expect("a plan");
+        let mut workspace = layer.workspace(&plan).expect("a workspace");
+        let on = DeviceStep::new(&gpu, &step);
+        layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).expect("forward");
+        gpu.device.synchronize().expect("the step");
+        let mut parts: [Option<Box<dyn Send>>; 4] = [
+            Some(Box::new(layer)),
+            Some(Box::new(plan)),
+            Some(Box::new(workspace)),
+            Some(Box::new(Device::new(0).expect("the device"))),
+        ];
+        for part in order {
+            let part = parts[part].take();
+            std::thread::spawn(move || drop(part)).join().expect("a drop does not panic");
+        }
+        drop(on);
+        gpu.device.synchronize().expect("the context lives");
+    }
+    let lost = before.saturating_sub(gpu.device.memory().expect("memory").0);
+    assert!(lost < 100 << 20, "{lost} bytes of device memory are not back");
+}
+
+/// Calls from fresh threads, which have no current context, at the same time on workspaces and streams of their own.
+#[test]
+fn threads_share_a_layer() {
+    let Some(gpu) = gpu("faults::threads_share_a_layer") else { return };
+    let kind = LayerKind::Full;
+    let step = gpu.step(&spec("decode-9", kind), 113);
+    let plan = gpu.plan(step_key(&step, kind));
+    let one = || {
+        let on = DeviceStep::new(&gpu, &step);
+        let own = muse_spark_layer::backend::cuda::graph::OwnedStream::new(&gpu.device).expect("a stream");
+        let mut scratch = Scratch::new(&gpu, &plan);
+        gpu.device.synchronize().expect("uploads");
+        for _ in 0..50 {
+            gpu.forward(&plan, scratch.workspace(), &on, own.stream());
+        }
+        own.synchronize().expect("the steps");
+        scratch.intact();
+        on.outputs()
+    };
+    let want = one();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(one)).collect();
+        for thread in threads {
+            assert!(thread.join().expect("a thread") == want, "the bits of a thread alone");
+        }
+    });
+}
+
+/// A second device, where there is one: memory of the first is refused there, and the layer runs on it.
+#[test]
+fn the_second_device() {
+    let Some(gpu) = gpu("faults::the_second_device") else { return };
+    if Device::count().expect("devices") < 2 {
+        return say("  faults::the_second_device: skipped, one GPU");
+    }
+    let weights = LayerWeights::from_host(&gpu.config, gpu.cpu.weights().tensors().view()).expect("weights");
+    let layer = DecoderLayer::new(gpu.config.clone(), weights, Backend::Cuda { device: 1 }).expect("a layer");
+    let kind = LayerKind::Full;
+    let step = gpu.step(&spec("decode-3", kind), 114);
+    let on = DeviceStep::new(&gpu, &step);
+    let plan = layer.plan(step_key(&step, kind)).expect("a plan");
+    let mut workspace = layer.workspace(&plan).expect("a workspace");
+    let refused = layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).expect_err("device 0's");
+    assert!(matches!(refused, Error::Device { wanted: 1, got: 0, .. }), "{refused}");
+    let options = muse_spark_layer::backend::cpu::StepOptions::new(kind, muse_spark_layer::QueryPrecision::Fp16);
+    let run = |layer: &DecoderLayer| {
+        let mut cache = step.cache.clone();
+        layer.forward_host(&step.input.view(), &mut cache.view(), &options).expect("forward")
+    };
+    assert_eq!(run(&layer), run(&gpu.cuda), "the same bits on both");
+}
+
+/// Asserts that an error is a lost context, and gives the call that it names.
+#[track_caller]
+fn lost<T>(result: Result<T, Error>) -> String {
+    match result {
+        Err(Error::ContextLost { call, .. }) => call,
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("the context lives"),
+    }
+}
+
+/// A step whose stream was freed: the debugging plan names the operation that reads it; then every call says that the
+/// context is lost, and drops do nothing worse.
+#[test]
+fn a_debugging_plan_names_the_operation_that_failed() {
+    let Some(_gpu) = gpu("faults::a_debugging_plan_names_the_operation_that_failed") else { return };
+    let text = child("child_freed_stream", &[("MUSE_SPARK_LAYER_SYNC", "1")]);
+    for operation in ["qkv_gate", "attention", "attn_boundary"] {
+        assert!(text.contains(&format!("muse-spark-layer: {operation}")), "operations are printed: {text}");
+    }
+    assert!(!text.contains("muse-spark-layer: router\n"), "and not those after the one that failed: {text}");
+}
+
+#[test]
+#[ignore = "run as a child by a_debugging_plan_names_the_operation_that_failed"]
+fn child_freed_stream() {
+    if !is_child() {
+        return;
+    }
+    let gpu = gpu("faults::child_freed_stream").expect("a GPU");
+    let kind = LayerKind::Full;
+    let step = gpu.step(&spec("prefill-333", kind), 115);
+    let mut on = DeviceStep::new(&gpu, &step);
+    let plan = gpu.plan(step_key(&step, kind));
+    let mut scratch = Scratch::new(&gpu, &plan);
+    // As large as the stream, so that it is mapped, and unmapped, alone.
+    let stream = gpu.device.allocate(666 * 8192 * 4).expect("memory");
+    on.input.stream = raw(stream.ptr(), DType::F32, &[666, 8192]);
+    gpu.forward(&plan, scratch.workspace(), &on, Stream::LEGACY);
+    drop(stream);
+    let forward = |gpu: &Gpu, workspace: &mut Workspace| {
+        gpu.cuda.forward(&plan, workspace, &on.input, &on.output, Stream::LEGACY)
+    };
+    assert_eq!(lost(forward(&gpu, scratch.workspace())), "attn_boundary");
+    lost(forward(&gpu, scratch.workspace()));
+    lost(gpu.cuda.workspace_of(1 << 20));
+    lost(gpu.device.allocate(1));
+    gpu.cuda.plan(PlanKey::decode(1, 1)).expect("plans need no device");
+    let weights = LayerWeights::from_host(&gpu.config, gpu.cpu.weights().tensors().view()).expect("weights");
+    lost(DecoderLayer::new(gpu.config.clone(), weights, Backend::Cuda { device: 0 }));
+}
+
+/// A kernel of someone else that fails: what the layer's next calls say.
+#[test]
+fn a_context_lost_by_someone_else_is_named() {
+    let Some(_gpu) = gpu("faults::a_context_lost_by_someone_else_is_named") else { return };
+    child("child_trap", &[]);
+}
+
+#[test]
+#[ignore = "run as a child by a_context_lost_by_someone_else_is_named"]
+fn child_trap() {
+    if !is_child() {
+        return;
+    }
+    let device = Device::new(0).expect("a GPU");
+    let buffer = device.allocate(64).expect("memory");
+    let ptx = c".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry fail() { trap; }\n";
+    let kernel = kernel(&device, ptx, c"fail");
+    {
+        let _current = device.make_current().expect("a context");
+        let none: *mut std::ffi::c_void = std::ptr::null_mut();
+        // SAFETY: a kernel without arguments.
+        unsafe { sys::cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, none.cast(), none.cast(), none.cast()) };
+    }
+    lost(device.synchronize());
+    lost(device.allocate(64));
+    lost(buffer.write(&[0; 64]));
+    let text = device.synchronize().expect_err("lost").to_string();
+    assert!(text.contains("Start a new process"), "{text}");
+    drop(buffer);
+}
