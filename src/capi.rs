@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 #![allow(missing_docs)]
 
+mod host;
 mod types;
 
 pub use types::*;
@@ -19,7 +20,7 @@ use crate::step::{
     AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
 };
 use crate::stream::Stream;
-use crate::tensor::{DType, DeviceTensor};
+use crate::tensor::{DType, DeviceTensor, NamedTensors};
 use crate::weights::LayerWeights;
 use crate::workspace::Workspace;
 use std::ffi::{c_char, c_void, CString};
@@ -43,11 +44,16 @@ pub extern "C" fn msl_last_error() -> *const c_char {
     LAST_ERROR.with(|last| last.borrow().as_ptr())
 }
 
+/// `MSL_CPU`.
+const CPU: i32 = -1;
+
 const DTYPES: [DType; 7] = [DType::F32, DType::Bf16, DType::F16, DType::E4m3, DType::U8, DType::I32, DType::I64];
 
+/// Name, type and shape of a tensor.
+///
 /// # Safety
 /// As the header says.
-unsafe fn named(t: &MslTensor) -> Result<(String, DeviceTensor)> {
+unsafe fn described(t: &MslTensor) -> Result<(String, DType, Vec<usize>)> {
     // SAFETY: the caller's promise.
     let name = unsafe { string("weights[].name", t.name)? };
     let dtype = choice(&format!("{name}: dtype"), t.dtype, &DTYPES)?;
@@ -57,9 +63,27 @@ unsafe fn named(t: &MslTensor) -> Result<(String, DeviceTensor)> {
     if shape.len() != extents.len() {
         return Err(bad(format!("{extents:?}")));
     }
-    // SAFETY: the caller's promise.
-    let view = unsafe { DeviceTensor::contiguous(t.data as u64, dtype, &shape) };
-    Ok((name, view))
+    Ok((name, dtype, shape))
+}
+
+/// # Safety
+/// As the header says: the tensors are host memory for a layer on the CPU, else device memory.
+unsafe fn layer_weights<'a>(config: &LayerConfig, given: &[MslTensor], host: bool) -> Result<LayerWeights<'a>> {
+    // SAFETY: the caller's promises.
+    unsafe {
+        let described = given.iter().map(|t| Ok((described(t)?, t.data))).collect::<Result<Vec<_>>>()?;
+        if host {
+            let mut tensors = NamedTensors::new();
+            for ((name, dtype, shape), data) in described {
+                tensors.insert(&name, host::tensor(&name, data, dtype, &shape)?);
+            }
+            return LayerWeights::from_host(config, tensors);
+        }
+        let view = |((name, dtype, shape), data): ((String, DType, Vec<usize>), *const c_void)| {
+            (name, DeviceTensor::contiguous(data as u64, dtype, &shape))
+        };
+        LayerWeights::from_device(config, described.into_iter().map(view))
+    }
 }
 
 /// # Safety
@@ -77,15 +101,17 @@ pub unsafe extern "C" fn msl_layer_create(
             give("layer", layer, || {
                 let options = take(options)?;
                 let experts = choice("experts", options.experts, &[WeightKind::Nvfp4, WeightKind::Bf16])?;
-                let config = LayerConfig { experts, ..LayerConfig::muse_spark_tp8() };
+                let sizes = [LayerConfig::muse_spark_tp8(), LayerConfig::small()];
+                let sizes = choice("dimensions", options.dimensions, &[&sizes[0], &sizes[1]])?;
+                let config = LayerConfig { experts, ..sizes.clone() };
                 if weights.is_null() && count > 0 {
                     return Err(Error::Null { tensor: "weights".into() });
                 }
                 let given = if count == 0 { &[][..] } else { std::slice::from_raw_parts(weights, count) };
-                let tensors = given.iter().map(|t| named(t)).collect::<Result<Vec<_>>>()?;
-                let weights = LayerWeights::from_device(&config, tensors)?;
-                let device = Backend::Cuda { device: options.device };
-                Ok(MslLayer(DecoderLayer::new(config, weights, device)?))
+                let host = options.device == CPU;
+                let weights = layer_weights(&config, given, host)?;
+                let backend = if host { Backend::Cpu } else { Backend::Cuda { device: options.device } };
+                Ok(MslLayer(DecoderLayer::new(config, weights, backend)?))
             })
         }
     })
@@ -330,6 +356,14 @@ unsafe fn stepped(
     })
 }
 
+/// Segments are the GPU's.
+fn on_device(layer: &DecoderLayer) -> Result<()> {
+    match layer.backend() {
+        Backend::Cpu => Err(Error::Unsupported { backend: "CPU", what: "a segment (msl_forward is there)".into() }),
+        Backend::Cuda { .. } => Ok(()),
+    }
+}
+
 /// # Safety
 /// The handles are live, no other call uses `workspace` at the same time, and `step`, its pointers and the
 /// stream are as the header says.
@@ -344,6 +378,9 @@ pub unsafe extern "C" fn msl_forward(
     // SAFETY: the caller's promise.
     unsafe {
         stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            if layer.backend() == Backend::Cpu {
+                return host::forward(layer, plan, &v.step);
+            }
             let input = DeviceInput {
                 attention: v.attention()?,
                 stream: v.wide(v.step.stream, DType::F32),
@@ -375,6 +412,7 @@ pub unsafe extern "C" fn msl_attention_block(
     // SAFETY: the caller's promise.
     unsafe {
         stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            on_device(layer)?;
             let attn_out = v.wide(v.step.attn_out, DType::Bf16);
             layer.attention_block(plan, workspace, &v.attention()?, &attn_out, stream)
         })
@@ -395,6 +433,7 @@ pub unsafe extern "C" fn msl_moe_block(
     // SAFETY: the caller's promise.
     unsafe {
         stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            on_device(layer)?;
             let input = MoeInput {
                 stream: v.wide(v.step.stream, DType::F32),
                 attn_out: v.wide(v.step.attn_out, DType::Bf16),
@@ -425,6 +464,7 @@ pub unsafe extern "C" fn msl_final_block(
     // SAFETY: the caller's promise.
     unsafe {
         stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            on_device(layer)?;
             let input =
                 FinalInput { stream_after_attn: v.wide(v.step.stream_after_attn, DType::F32), moe_mix: v.moe_mix() };
             let output = FinalOutput { hidden: v.hidden(), stream: v.wide(v.step.stream_out, DType::F32) };

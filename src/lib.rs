@@ -12,6 +12,7 @@
 //! | [`routing`] | top 8 and the expert lists, for the CPU |
 //! | [`backend`] | `cpu`: one function per operation, any dimensions; `cuda`: kernels behind a bridge |
 //! | [`capi`] | the C ABI |
+//! | `dlpack` | DLPack tensors as a step's tensors (feature `dlpack`) |
 //! | [`tensor`], [`numerics`], [`error`] | plain tensors, small number formats, typed errors |
 //!
 //! Without the feature `cuda` everything but the GPU itself is here: the CPU backend, plans, checks.
@@ -19,6 +20,8 @@
 pub mod backend;
 pub mod capi;
 pub mod config;
+#[cfg(feature = "dlpack")]
+pub mod dlpack;
 pub mod error;
 pub mod kv_cache;
 pub mod layer;

@@ -314,6 +314,30 @@ impl DeviceTensor {
         DeviceTensor { ptr, dtype, shape: shape.to_vec(), strides: strides.to_vec() }
     }
 
+    /// A row-major view of a whole cudarc slice. Made once and used for every step: neither this view nor a step
+    /// records events, and no event is waited for but the slice's own, on its own stream, here.
+    ///
+    /// # Safety
+    /// As [`DeviceTensor::contiguous`]: the slice outlives the work that takes the view, which cudarc does not see.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn from_slice<T>(
+        tensor: &str,
+        slice: &cudarc::driver::CudaSlice<T>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<DeviceTensor> {
+        use cudarc::driver::DevicePtr;
+        let (bytes, wanted) = (slice.num_bytes(), shape.iter().product::<usize>() * dtype.size());
+        if bytes != wanted {
+            let (wanted, got) = (shape.to_vec(), vec![bytes / dtype.size()]);
+            return Err(Error::Shape { tensor: tensor.into(), wanted, got });
+        }
+        let (ptr, record) = slice.device_ptr(slice.stream());
+        std::mem::forget(record);
+        // SAFETY: the caller's promise.
+        Ok(unsafe { DeviceTensor::contiguous(ptr, dtype, shape) })
+    }
+
     /// The device address.
     pub fn ptr(&self) -> u64 {
         self.ptr

@@ -18,7 +18,7 @@ macro_rules! fields {
 
 fields! {
     "msl_tensor" MslTensor { name, data, dtype, rank, shape }
-    "msl_layer_options" MslLayerOptions { struct_size, device, experts }
+    "msl_layer_options" MslLayerOptions { struct_size, device, experts, dimensions }
     "msl_plan_options" MslPlanOptions {
         struct_size, tokens, requests, max_q_len, table_width, page_size, kind, engine, query, rank, taps,
         plain_launch, route_bound, skip_slot_zero, synchronize
@@ -70,7 +70,7 @@ fn last_error() -> String {
 }
 
 fn options(experts: i32) -> MslLayerOptions {
-    MslLayerOptions { struct_size: size_of::<MslLayerOptions>() as u32, device: 0, experts }
+    MslLayerOptions { struct_size: size_of::<MslLayerOptions>() as u32, device: 0, experts, dimensions: 0 }
 }
 
 #[test]

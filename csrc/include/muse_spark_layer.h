@@ -48,7 +48,7 @@ typedef int32_t msl_status;
 /* Element types. */
 enum { MSL_F32 = 0, MSL_BF16 = 1, MSL_F16 = 2, MSL_E4M3 = 3, MSL_U8 = 4, MSL_I32 = 5, MSL_I64 = 6 };
 
-/* A named tensor in device memory, contiguous and 16-byte aligned. Fixed in this ABI version. */
+/* A named tensor in device memory (host memory for MSL_CPU), contiguous and 16-byte aligned. Fixed in this ABI version. */
 typedef struct msl_tensor {
   const char* name;
   const void* data;
@@ -65,10 +65,19 @@ typedef struct msl_workspace msl_workspace;
 
 enum { MSL_NVFP4 = 0, MSL_BF16_EXPERTS = 1 };
 
+/* The CPU backend, in place of a device: the reference, for tests and for machines without a GPU. Weights and
+ * the pointers of msl_step are then host memory, aligned to their elements; msl_forward computes before it
+ * returns, on any dimensions; workspaces are empty, the stream is not looked at; segments and taps are not there. */
+enum { MSL_CPU = -1 };
+/* The released dimensions, or small ones (the CPU only): hidden 64, 4 query and 2 key/value heads of 16, window 24,
+ * expert_dim 32, 32 experts of which 8 local, top 4. The shapes below are the released ones. */
+enum { MSL_RELEASED = 0, MSL_SMALL = 1 };
+
 typedef struct msl_layer_options {
   uint32_t struct_size;
-  int32_t device;      /* CUDA ordinal */
+  int32_t device;      /* CUDA ordinal, or MSL_CPU */
   int32_t experts;     /* MSL_NVFP4 or MSL_BF16_EXPERTS */
+  int32_t dimensions;  /* MSL_RELEASED or MSL_SMALL */
 } msl_layer_options;
 
 /* Repacks the weights, which are named and shaped as the reference's: qkv_gate [2304, 8192] BF16,

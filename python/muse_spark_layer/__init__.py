@@ -9,6 +9,13 @@ and under target/ of a checkout.
 """
 
 from ._native import MuseSparkError, abi_version, library_path, version
-from .layer import TAPS, Layer
 
 __all__ = ["Layer", "MuseSparkError", "TAPS", "abi_version", "library_path", "version"]
+
+
+def __getattr__(name):
+    """Layer and TAPS, which need torch: not imported before they are asked for."""
+    if name in ("Layer", "TAPS"):
+        from . import layer
+        return getattr(layer, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

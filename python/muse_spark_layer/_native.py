@@ -7,6 +7,8 @@ from pathlib import Path
 
 ABI_VERSION = 1
 F32, BF16, F16, E4M3, U8, I32, I64 = range(7)
+CPU = -1
+RELEASED, SMALL = range(2)
 
 
 class MuseSparkError(RuntimeError):
@@ -29,7 +31,7 @@ class _Sized(ctypes.Structure):
 
 
 class LayerOptions(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("device", c_int32), ("experts", c_int32)]
+    _fields_ = [("struct_size", c_uint32), ("device", c_int32), ("experts", c_int32), ("dimensions", c_int32)]
 
 
 class PlanOptions(_Sized):

@@ -8,6 +8,7 @@ use crate::plan::Plan;
 use crate::workspace::Workspace;
 use std::cell::RefCell;
 use std::ffi::{c_char, c_void, CStr, CString};
+use std::mem::offset_of;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 thread_local! {
@@ -50,6 +51,8 @@ pub(super) fn call(body: impl FnOnce() -> Result<()>) -> i32 {
 /// A struct of a caller whose header may be older or newer than this library.
 pub(super) trait Sized32: Copy {
     const NAME: &'static str;
+    /// Bytes of its first version, with which every caller's begins.
+    const FIRST: usize = size_of::<Self>();
 }
 
 /// Copies what the caller knows of a struct; the rest is zero.
@@ -65,11 +68,12 @@ pub(super) unsafe fn take<T: Sized32>(ptr: *const T) -> Result<T> {
         let given = ptr.cast::<u32>().read_unaligned() as usize;
         let known = size_of::<T>();
         // The first version of each struct is the smallest there is.
-        if given < known {
+        if given < T::FIRST {
             let what = format!("{}.struct_size", T::NAME);
-            return Err(Error::Value { what, wanted: format!("at least {known}"), got: given.to_string() });
+            return Err(Error::Value { what, wanted: format!("at least {}", T::FIRST), got: given.to_string() });
         }
         let bytes = std::slice::from_raw_parts(ptr.cast::<u8>(), given);
+        let known = known.min(given);
         if bytes[known..].iter().any(|&b| b != 0) {
             let what = format!("{}: fields past byte {known}", T::NAME);
             return Err(Error::Value {
@@ -141,6 +145,7 @@ pub struct MslLayerOptions {
     pub struct_size: u32,
     pub device: i32,
     pub experts: i32,
+    pub dimensions: i32,
 }
 
 #[repr(C)]
@@ -201,6 +206,7 @@ pub struct MslStep {
 
 impl Sized32 for MslLayerOptions {
     const NAME: &'static str = "msl_layer_options";
+    const FIRST: usize = offset_of!(MslLayerOptions, dimensions);
 }
 impl Sized32 for MslPlanOptions {
     const NAME: &'static str = "msl_plan_options";

@@ -11,6 +11,7 @@ mod edges;
 mod exact;
 mod faults;
 mod harness;
+mod interop;
 mod layer;
 mod matrix;
 mod memory;
