@@ -410,6 +410,10 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const AttentionParam
   const int column = 4 * (index & 15);
   pdl_wait();
   if (row >= static_cast<int64_t>(p.tokens) * kQHeads) return;
+  if (row >= static_cast<int64_t>(p.cu_seqlens_q[p.requests]) * kQHeads) {  // a token of no request
+    *reinterpret_cast<float4*>(p.out + row * kHeadDim + column) = make_float4(0.f, 0.f, 0.f, 0.f);
+    return;
+  }
   const auto* scratch = static_cast<const uint8_t*>(p.kv_scratch);
   const float* acc = reinterpret_cast<const float*>(scratch + plan.acc_offset) + row * plan.splits * kHeadDim + column;
   const float2* lse = reinterpret_cast<const float2*>(scratch + plan.lse_offset) + row * plan.splits;

@@ -165,7 +165,7 @@ fn padding_rows_touch_nobody(#[case] name: &str, #[case] kind: LayerKind) {
 
 /// Tokens past `cu_seqlens_q`'s end belong to nobody: no key, and the others' bits stay.
 #[rstest]
-fn tokens_of_no_request(#[values("decode-33", "verify-17", "prefill-333")] name: &str) {
+fn tokens_of_no_request(#[values("decode-33", "verify-17", "prefill-333", "mixed", "padded-2600")] name: &str) {
     let Some(gpu) = gpu("batch::tokens_of_no_request") else { return };
     let kind = LayerKind::Full;
     let mut step = synthetic::step(&gpu.config, &spec(name, kind), 82).expect("a step");
@@ -284,7 +284,9 @@ fn cpu_core(gpu: &Gpu, step: &mut SyntheticStep, kind: LayerKind, done: &Done) -
 
 /// A request of a million tokens, its page table read to the end.
 #[rstest]
-fn a_million_tokens(#[values(1, 64)] page_size: usize, #[values(1, 8)] q_len: usize) {
+#[case(1, 1)]
+#[case(64, 8)]
+fn a_million_tokens(#[case] page_size: usize, #[case] q_len: usize) {
     let Some(gpu) = gpu("batch::a_million_tokens") else { return };
     let spec = StepSpec { page_size, ..StepSpec::new(1, q_len, 1_048_575 - q_len, LayerKind::Full) };
     let mut step = synthetic::step(&gpu.config, &spec, 88).expect("a step");
