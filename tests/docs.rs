@@ -214,3 +214,28 @@ fn the_readme_is_short_and_pages_name_no_machine() {
         }
     }
 }
+
+/// `docs/licences.md` lists the locked versions, and every direct dependency.
+#[test]
+fn licences_are_of_what_is_locked() {
+    let lock = read("Cargo.lock");
+    let page = read("docs/licences.md");
+    let rows: Vec<Vec<&str>> = page
+        .lines()
+        .skip_while(|l| *l != "## Crates")
+        .filter(|l| l.starts_with("| ") && !l.starts_with("| crate"))
+        .map(|l| l.split('|').map(str::trim).collect())
+        .collect();
+    assert!(rows.len() > 80, "{}", rows.len());
+    for row in &rows {
+        let locked = format!("name = \"{}\"\nversion = \"{}\"", row[1], row[2]);
+        assert!(lock.contains(&locked), "{} {} is not locked: run third_party/licences.py", row[1], row[2]);
+        assert!(!row[3].is_empty() && row[3] != "see the crate", "{} has no licence", row[1]);
+    }
+    let dependencies = read("Cargo.toml");
+    let dependencies = dependencies.split("[dependencies]").nth(1).unwrap().split("\n[").next().unwrap();
+    let names = dependencies.lines().filter_map(|l| l.split_once(" = ")).map(|(name, _)| name);
+    for name in names.filter(|n| !n.starts_with('#')) {
+        assert!(rows.iter().any(|row| row[1] == name), "{name} is not on the page: run third_party/licences.py");
+    }
+}
