@@ -36,6 +36,8 @@ pub fn build(manifest: &Path, pieces: &Pieces) {
     forget_other_pieces(pieces);
     run_compile_step(pieces);
 
+    // What `env` shows.
+    println!("cargo:rustc-env=MUSE_SPARK_CUDA_TOOLKIT={}", locate::version_text(pieces.toolkit.version));
     println!("cargo:rustc-link-search=native={}", pieces.toolkit.libraries.display());
     println!("cargo:rustc-link-lib=static=cudart_static");
     // The shared library exports the C ABI and nothing of cxx, of which a process may hold another copy.

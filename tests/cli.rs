@@ -101,6 +101,11 @@ fn env_says_what_is_there() {
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
     let cuda = report["features"].as_array().unwrap().iter().any(|f| f.as_str().unwrap().starts_with("cuda"));
     assert_eq!(cuda, cfg!(feature = "cuda"));
+    let pinned = report["pinned"].as_array().unwrap();
+    for name in ["nvidia-cuda-nvcc", "nvidia-cutlass", "cmake"] {
+        let found = pinned.iter().find(|p| p[0] == name).unwrap_or_else(|| panic!("{name} is not in {pinned:?}"));
+        assert!(found[1].as_str().unwrap().starts_with(|c: char| c.is_ascii_digit()), "{found}");
+    }
     assert!(run(&["env"], 0).contains(env!("CARGO_PKG_VERSION")));
 }
 

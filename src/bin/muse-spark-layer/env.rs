@@ -8,10 +8,28 @@ use muse_spark_layer::Result;
 struct EnvReport {
     version: &'static str,
     features: Vec<&'static str>,
+    /// The toolkit that compiled the kernels, and how.
+    cuda_toolkit: Option<&'static str>,
+    build: &'static str,
+    /// Packages that third_party/bring.py pins: name and version.
+    pinned: Vec<(&'static str, &'static str)>,
     cuda_driver: Option<String>,
     cuda_runtime: Option<String>,
     gpus: Vec<machine::Gpu>,
     problem: Option<String>,
+}
+
+const KERNEL_FLAGS: &str = "sm_90a, -O3, exact maths (no --use_fast_math)";
+const REQUIREMENTS: [&str; 3] = [
+    include_str!("../../../third_party/requirements-cuda.txt"),
+    include_str!("../../../third_party/requirements-cutlass.txt"),
+    include_str!("../../../third_party/requirements-tools.txt"),
+];
+
+/// `name==version` lines.
+fn pinned() -> Vec<(&'static str, &'static str)> {
+    let lines = REQUIREMENTS.iter().flat_map(|file| file.lines()).filter(|line| !line.starts_with('#'));
+    lines.filter_map(|line| line.split_whitespace().next()?.split_once("==")).collect()
 }
 
 #[cfg(feature = "cuda")]
@@ -35,11 +53,18 @@ pub fn env(args: &EnvArgs) -> Result<bool> {
     if let Some(gpu) = gpus.iter().find(|g| g.capability != "9.0") {
         problem = Some(format!("{} has compute capability {}; the kernels need 9.0", gpu.name, gpu.capability));
     }
-    let mut features = vec!["cli"];
-    if cfg!(feature = "cuda") {
-        features.push("cuda (sm_90a)");
-    }
-    let report = EnvReport { version: env!("CARGO_PKG_VERSION"), features, cuda_driver, cuda_runtime, gpus, problem };
+    let features = [("cli", true), ("png", cfg!(feature = "png")), ("cuda", cfg!(feature = "cuda"))];
+    let report = EnvReport {
+        version: env!("CARGO_PKG_VERSION"),
+        features: features.into_iter().filter_map(|(name, on)| on.then_some(name)).collect(),
+        cuda_toolkit: option_env!("MUSE_SPARK_CUDA_TOOLKIT"),
+        build: if cfg!(debug_assertions) { "debug assertions on" } else { "release" },
+        pinned: pinned(),
+        cuda_driver,
+        cuda_runtime,
+        gpus,
+        problem,
+    };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
         return Ok(true);
@@ -48,12 +73,16 @@ pub fn env(args: &EnvArgs) -> Result<bool> {
     let mut rows = vec![
         ("version", report.version.to_string()),
         ("features", report.features.join(", ")),
+        ("build", report.build.to_string()),
+        ("kernels", report.cuda_toolkit.map_or_else(none, |v| format!("CUDA {v}, {KERNEL_FLAGS}"))),
         ("CUDA driver", report.cuda_driver.clone().unwrap_or_else(none)),
         ("CUDA runtime, linked in", report.cuda_runtime.clone().unwrap_or_else(none)),
     ];
     for gpu in &report.gpus {
         rows.push(("GPU", format!("{}: {}, {}, {} SMs", gpu.device, gpu.name, gpu.capability, gpu.sms)));
     }
+    let pinned: Vec<String> = report.pinned.iter().map(|(name, version)| format!("{name} {version}")).collect();
+    rows.push(("pinned", pinned.join("\n")));
     if let Some(problem) = &report.problem {
         rows.push(("note", problem.clone()));
     }
