@@ -15,10 +15,16 @@ fn read(path: &str) -> String {
 
 /// Every page, relative to the root.
 fn pages() -> Vec<String> {
-    let mut pages: Vec<String> =
-        ["README.md", "KERNELS.md", "CHANGELOG.md", "CONTRIBUTING.md", "third_party/README.md", "tests/golden/README.md"]
-            .map(String::from)
-            .to_vec();
+    let mut pages: Vec<String> = [
+        "README.md",
+        "KERNELS.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "third_party/README.md",
+        "tests/golden/README.md",
+    ]
+    .map(String::from)
+    .to_vec();
     for entry in fs::read_dir(root().join("docs")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
         if name.ends_with(".md") {
