@@ -2,21 +2,27 @@
 // expert, weights on the M side of wgmma (from registers, dequantised there), tokens on the N side (from
 // shared memory), FP32 accumulation.
 //
-// A CTA is persistent and walks units u = blockIdx.x, + gridDim.x, ...; a unit is (expert, chunk of at most
-// kMaxN of its tokens, block of 64 * kRowGroups weight rows, K split). Experts come in order of falling token
-// counts, an expert's row blocks are neighbours (its tokens and, with several chunks, its weights stay in L2).
-// The producer warp's lane 0 fills a ring of slots: per stage 1, 2 or 4 k tiles of weights (1-D bulk copies,
-// contiguous) and of tokens (TMA, 128-byte swizzle; 8-row boxes up to 32 tokens, 64-row boxes above). The first
-// ring-full of weights is requested before pdl_wait(); the expert lists are read before it too, which the
-// pooler's late trigger allows. Consumer warpgroups load their share of a tile (one 16-byte and one 2-byte
-// load a thread), expand it to BF16 fragments in one of two register sets and issue four wgmmas; the next
-// tile is loaded and expanded while those run. The unit's width N is the narrowest that holds its tokens, so
-// that few tokens waste nothing. Rows past the expert's tokens are garbage columns, never stored.
+// A CTA is persistent and walks items i = blockIdx.x, + gridDim.x, ...; an item is (expert, chunk of at most kMaxN of
+// its tokens, block of kRowGroups 64-row tiles, K split). Experts come in order of falling token counts, an expert's
+// blocks are neighbours (its tokens and, with several chunks, its weights stay in L2). Where the last wave would leave
+// CTAs without work, its items have half or a quarter of the row tiles; the other warpgroups rest.
+//
+// Ring: slots of 1, 2 or 4 k tiles of weights (1-D bulk copies, contiguous) and of tokens (TMA, 128-byte swizzle; 8-row
+// boxes up to 32 tokens, boxes of 64, 32 and 16 rows above), filled by two threads, one for the weights and one for the
+// tokens: a stage lasts a few hundred clocks, and one thread did not issue all its copies in that time. The
+// weights' thread runs ahead of pdl_wait() as far as the ring goes; the expert lists are read before it too, which
+// the pooler's late trigger allows.
+//
+// Consumer warpgroups own a row tile each. They load their share of a tile (one 16-byte and one 2-byte load a
+// thread), expand it to BF16 fragments in one of two register sets and issue four wgmmas; the next half tile is
+// expanded while two of those run. The item's width N is the narrowest that holds its tokens, so that few tokens waste
+// nothing. Rows past the expert's tokens are garbage columns, never stored.
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
-#include "../common/wgmma.cuh"
 #include "expert_gemm_common.cuh"
+#include "expert_gemm_config.cuh"
+#include "expert_wgmma.cuh"
 #include "nvfp4_dequant.cuh"
 
 namespace msl {
@@ -26,118 +32,191 @@ template <class C>
 struct Shared {
   uint64_t full[C::kMaxSlots];
   uint64_t empty[C::kMaxSlots];
-  Lists lists;
+  Lists lists;       // a unit: kRowGroups row tiles
+  int whole;         // units that are items; those after them are cut into 2^cut items each
+  int cut;
+  int items;
   int slot_bytes, slots;
 };
+
+// Full waves of whole units, then a last one of as small items as fill it.
+template <class C>
+__device__ __forceinline__ void cut_last_wave(Shared<C>& s) {
+  const int rest = s.lists.total % static_cast<int>(gridDim.x);
+  s.whole = s.lists.total - rest;
+  s.cut = 0;
+  while ((2 << s.cut) <= C::kRowGroups && (rest << (s.cut + 1)) <= static_cast<int>(gridDim.x)) s.cut++;
+  s.items = s.whole + (rest << s.cut);
+}
 
 // Slots for the widest stage that this pass needs.
 template <class C, int kKind>
 __device__ __forceinline__ void size_ring(Shared<C>& s) {
-  const int widest = tile_width(min(max(s.lists.count[0], 1), C::kMaxN));
+  const int most = min(s.lists.count[0], C::kMaxN);
   int bytes = 0;
-  constexpr int kWidths[8] = {8, 16, 32, 64, 96, 128, 192, 256};
+  constexpr int kSteps[4] = {32, 64, 128, C::kMaxN};  // stage_tiles changes only between these
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    if (kWidths[i] <= widest) bytes = max(bytes, stage_bytes(kWidths[i], kKind, C::kRowGroups));
+  for (int i = 0; i < 4; i++) {
+    const int tokens = min(kSteps[i], max(most, 1));
+    const int tiles = C::stage_tiles(tokens, kKind);
+    bytes = max(bytes, tiles * (token_rows(C::width(tokens)) * 128 + C::kRowGroups * tile_bytes(kKind)));
+  }
+  bytes = (bytes + 1023) / 1024 * 1024;
   s.slot_bytes = bytes;
   s.slots = min(C::kRingBytes / bytes, C::kMaxSlots);
 }
 
-// --- producer ------------------------------------------------------------------------------------
-
-// Walks the stages of the CTA's units.
-template <class C, int kKind>
-struct StageCursor {
-  const GemmArgs& a;
-  const Lists& lists;
-  int u, i = 0, k = 0, k_end = 0, tiles = 1, width = 8;
-  Unit unit;
-  bool valid;
-  __device__ __forceinline__ StageCursor(const GemmArgs& args, const Lists& l) : a(args), lists(l), u(blockIdx.x) { open(); }
-  __device__ __forceinline__ void open() {
-    valid = u < lists.total;
-    if (!valid) return;
-    unit = decode_unit<C::kMaxN>(lists, u, i, a.blocks, a.p.splits);
-    width = tile_width(unit.tokens);
-    const int k_tiles = kExpertDim / kTileK / a.p.splits;
-    k = unit.split * k_tiles;
-    k_end = k + k_tiles;
-    tiles = stage_tiles(width, kKind);
-  }
-  __device__ __forceinline__ void next() {
-    k += tiles;
-    if (k == k_end) u += gridDim.x, open();
-  }
-  __device__ __forceinline__ int token_boxes() const {
-    return width <= 32 ? (unit.tokens + 7) / 8 : (unit.tokens + 63) / 64;
-  }
-  __device__ __forceinline__ uint32_t bytes() const {
-    return tiles * (C::kRowGroups * tile_bytes(kKind) + token_boxes() * (width <= 32 ? 1024 : 8192));
-  }
-  __device__ __forceinline__ void load_weights(uint8_t* slot, uint64_t* bar) const {
-    constexpr int kBytes = tile_bytes(kKind);
-    const uint64_t policy = lists.count[i] > C::kMaxN ? kEvictNormal : kEvictFirst;
-    const int64_t tile = (int64_t(unit.expert) * a.blocks + unit.block) * C::kRowGroups * (kExpertDim / kTileK) + k;
-    const uint8_t* src = static_cast<const uint8_t*>(a.p.weight) + tile * kBytes;
-    uint8_t* dst = slot + tiles * stage_rows(width) * 128;
-#pragma unroll
-    for (int r = 0; r < C::kRowGroups; r++)
-      bulk_load(dst + r * tiles * kBytes, src + int64_t(r) * (kExpertDim / kTileK) * kBytes, tiles * kBytes, bar, policy);
-  }
-  __device__ __forceinline__ void load_tokens(uint8_t* slot, uint64_t* bar) const {
-    const int boxes = token_boxes();
-    if (width <= 32) {  // [box of 8 rows][k tile][1 KB]
-      for (int b = 0; b < boxes; b++) tma_load_3d(slot + b * tiles * 1024, &a.tokens8, 0, unit.row + 8 * b, k, bar);
-    } else {  // [k tile][rows]
-      for (int t = 0; t < tiles; t++)
-        for (int b = 0; b < boxes; b++)
-          tma_load_2d(slot + t * stage_rows(width) * 128 + b * 8192, &a.tokens64, (k + t) * 64, unit.row + 64 * b, bar);
-    }
-  }
+struct Item : Unit {  // `block`: the first row tile
+  int height;         // row tiles
 };
 
-template <class C, int kKind>
-__device__ __forceinline__ void produce(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
-  const int slots = s.slots, slot_bytes = s.slot_bytes;
-  StageCursor<C, kKind> cursor(a, s.lists);
-  int filled = 0;
-  for (; filled < slots && cursor.valid; filled++, cursor.next()) {
-    mbar_expect_tx(&s.full[filled], cursor.bytes());
-    cursor.load_weights(ring + filled * slot_bytes, &s.full[filled]);
+template <class C>
+__device__ __forceinline__ Item decode_item(const Shared<C>& s, int item, int& i, const GemmArgs& a) {
+  int u = item, part = 0, cut = 0;
+  if (item >= s.whole) {
+    cut = s.cut;
+    const int j = item - s.whole;
+    u = s.whole + (j >> cut);
+    part = j & ((1 << cut) - 1);
   }
-  pdl_wait();
-  StageCursor<C, kKind> tokens(a, s.lists);
-  for (int i = 0; i < filled; i++, tokens.next()) tokens.load_tokens(ring + i * slot_bytes, &s.full[i]);
-  int slot = 0;
-  uint32_t phase = 0;
-  for (; cursor.valid; cursor.next()) {
-    mbar_wait(&s.empty[slot], phase);
-    mbar_expect_tx(&s.full[slot], cursor.bytes());
-    cursor.load_weights(ring + slot * slot_bytes, &s.full[slot]);
-    cursor.load_tokens(ring + slot * slot_bytes, &s.full[slot]);
-    if (++slot == slots) slot = 0, phase ^= 1;
-  }
+  Item it;
+  static_cast<Unit&>(it) = decode_unit<C::kMaxN>(s.lists, u, i, a.blocks / C::kRowGroups, a.p.splits);
+  it.height = C::kRowGroups >> cut;
+  it.block = it.block * C::kRowGroups + part * it.height;
+  return it;
+}
+// --- producer ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wait_at(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  } while (!done);
+}
+__device__ __forceinline__ void expect_at(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_load_at(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void tokens_3d(uint32_t dst, const CUtensorMap* map, int row, int k, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(k), "l"(kEvictNormal)
+      : "memory");
+}
+__device__ __forceinline__ void tokens_2d(uint32_t dst, const CUtensorMap* map, int x, int row, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}],"
+      " [%2], %5;" ::"r"(dst), "l"(map), "r"(bar), "r"(x), "r"(row), "l"(kEvictNormal) : "memory");
 }
 
-// --- consumers -----------------------------------------------------------------------------------
-
-// A consumer's place in the ring.
-struct Ring {
-  uint8_t* base;
-  int slots, slot_bytes, slot;
-  uint32_t phase;
-  __device__ __forceinline__ uint8_t* at() const { return base + slot * slot_bytes; }
+// A walker's place in the ring; addresses are in shared memory.
+template <class C>
+struct Place {
+  uint32_t full, empty;  // of slot 0
+  uint32_t base, slot_bytes;
+  int slots, slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ Place(Shared<C>& s, uint8_t* ring) {
+    full = smem_u32(&s.full[0]);
+    empty = smem_u32(&s.empty[0]);
+    base = smem_u32(ring);
+    slot_bytes = s.slot_bytes;
+    slots = s.slots;
+    // Kept in registers: the compiler would read a special register for them at every stage.
+    asm volatile("" : "+r"(full), "+r"(empty), "+r"(base));
+  }
   __device__ __forceinline__ void advance() {
     if (++slot == slots) slot = 0, phase ^= 1;
   }
 };
 
-__device__ __forceinline__ uint64_t tokens_descriptor(const void* tile, int group_stride_bytes) {
-  uint64_t d = (smem_u32(tile) & 0x3FFFF) >> 4;
-  d |= uint64_t(1) << 16;
-  d |= uint64_t(group_stride_bytes >> 4) << 32;  // between groups of 8 tokens
-  d |= uint64_t(1) << 62;                        // 128-byte swizzle
-  return d;
+// Weights: by one thread of a warp of its own, which so runs ahead of pdl_wait() as far as the ring goes.
+template <class C, int kKind>
+__device__ __forceinline__ void produce_weights(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
+  constexpr int kBytes = tile_bytes(kKind);
+  constexpr int64_t kRowTile = int64_t(kExpertDim / kTileK) * kBytes;
+  Place<C> at(s, ring);
+  int i = 0;
+  for (int n = blockIdx.x; n < s.items; n += static_cast<int>(gridDim.x)) {
+    const Item item = decode_item<C>(s, n, i, a);
+    const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
+    const int k_tiles = kExpertDim / kTileK / a.p.splits;
+    const uint32_t bytes = tiles * kBytes, total = item.height * bytes, offset = tiles * token_rows(width) * 128;
+    const uint64_t policy = s.lists.count[i] > C::kMaxN ? kEvictNormal : kEvictFirst;
+    const uint8_t* src = static_cast<const uint8_t*>(a.p.weight) + (int64_t(item.expert) * a.blocks + item.block) * kRowTile +
+                         item.split * k_tiles * kBytes;
+#pragma unroll 1
+    for (int stages = k_tiles / tiles; stages > 0; stages--, src += bytes) {
+      wait_at(at.empty + at.slot * 8, at.phase ^ 1);  // an empty ring: the first pass does not wait
+      const uint32_t bar = at.full + at.slot * 8;
+      expect_at(bar, total);
+      const uint32_t dst = at.base + at.slot * at.slot_bytes + offset;
+#pragma unroll
+      for (int r = 0; r < C::kRowGroups; r++)
+        if (r < item.height) bulk_load_at(dst + r * bytes, src + r * kRowTile, bytes, bar, policy);
+      at.advance();
+    }
+  }
+}
+
+// Tokens: by one thread of another warp.
+template <class C, int kKind>
+__device__ __forceinline__ void produce_tokens(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
+  Place<C> at(s, ring);
+  int i = 0;
+  for (int n = blockIdx.x; n < s.items; n += static_cast<int>(gridDim.x)) {
+    const Item item = decode_item<C>(s, n, i, a);
+    const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
+    const int k_tiles = kExpertDim / kTileK / a.p.splits;
+    const int rows = token_rows(item.tokens), tile_bytes = token_rows(width) * 128;
+    int k = item.split * k_tiles;
+#pragma unroll 1
+    for (int stages = k_tiles / tiles; stages > 0; stages--, k += tiles) {
+      wait_at(at.empty + at.slot * 8, at.phase ^ 1);
+      const uint32_t bar = at.full + at.slot * 8;
+      expect_at(bar, tiles * rows * 128);
+      uint32_t dst = at.base + at.slot * at.slot_bytes;
+      if (width <= 32) {  // [box of 8 rows][k tile][1 KB]
+#pragma unroll 1
+        for (int row = 0; row < rows; row += 8, dst += tiles * 1024) tokens_3d(dst, &a.tokens8, item.row + row, k, bar);
+      } else {  // [k tile][rows], boxes of 64 rows, then of 32, then of 16
+#pragma unroll 1
+        for (int t = 0; t < tiles; t++, dst += tile_bytes) {
+          const int x = (k + t) * 64;
+          int row = 0;
+#pragma unroll 1
+          for (; row + 64 <= rows; row += 64) tokens_2d(dst + row * 128, &a.tokens[2], x, item.row + row, bar);
+          if (rows & 32) tokens_2d(dst + row * 128, &a.tokens[1], x, item.row + row, bar), row += 32;
+          if (rows & 16) tokens_2d(dst + row * 128, &a.tokens[0], x, item.row + row, bar);
+        }
+      }
+      at.advance();
+    }
+  }
+}
+
+// --- consumers -----------------------------------------------------------------------------------
+
+// A warp has left a slot. (A __syncwarp() before it would say formally that all its lanes have read their codes;
+// the compiler then serialises the wgmmas around it.)
+__device__ __forceinline__ void release(uint32_t empty, int slot) {
+  if ((threadIdx.x & 31) == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + slot * 8) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t at) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+  return v;
 }
 
 // Keeps the fragments' computation before the wgmma fence: a definition that slips between the wgmmas would
@@ -148,167 +227,158 @@ __device__ __forceinline__ void fence_fragments(uint32_t (&a)[2][4]) {
     asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
 }
 
-// acc = this warpgroup's share of the unit's product.
+// acc = this warpgroup's row tile x the item's tokens.
 template <class C, int kKind, int N>
-__device__ __forceinline__ void multiply(Shared<C>& s, Ring& ring, int row_group, int split_group, int k_tiles,
-                                         float (&acc)[N / 2]) {
-  constexpr int kTiles = stage_tiles(N, kKind);       // of a stage
-  constexpr int kMine = kTiles / C::kSplitGroups;     // of these, this warpgroup's
-  static_assert(kMine >= 1, "a stage has a k tile for every split group");
+__device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tiles, float (&acc)[N / 2]) {
+  constexpr int kTiles = C::stage_tiles(N, kKind);  // of a stage
   constexpr int kBytes = tile_bytes(kKind);
-  constexpr int kTileStep = N <= 32 ? 1024 : stage_rows(N) * 128;
+  constexpr int kWeights = kTiles * token_rows(N) * 128;  // of a slot, before them the tokens
+  constexpr int kTileStep = N <= 32 ? 1024 : token_rows(N) * 128;
+  // Descriptor of K-major tokens: 128-byte swizzle, groups of 8 tokens so many bytes apart.
   constexpr int kGroupStride = N <= 32 ? kTiles * 1024 : 1024;
-  const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
-  const int stages = k_tiles / kTiles;
+  constexpr uint64_t kDescriptor = uint64_t(1) << 16 | uint64_t(kGroupStride >> 4) << 32 | uint64_t(1) << 62;
+  const int stages = k_tiles / kTiles, thread = threadIdx.x & 127;
   Fragment<kKind == 0> fragment;
   uint32_t a[2][2][4];  // two pairs of k16 steps: one is expanded while the other is multiplied
   uint64_t tokens = 0;
-  auto fetch = [&](int j) {
-    const int tile = j * C::kSplitGroups + split_group;
-    const uint8_t* slot = ring.at();
-    fragment.load(slot + kTiles * stage_rows(N) * 128 + (row_group * kTiles + tile) * kBytes, thread);
-    tokens = tokens_descriptor(slot + tile * kTileStep, kGroupStride);
+  auto fetch = [&](int tile) {
+    const uint32_t slot = at.base + at.slot * at.slot_bytes;
+    const uint32_t weights = slot + (row_group * kTiles + tile) * kBytes + kWeights;
+    if constexpr (kKind == 0) {
+      fragment.codes = load_shared_16(weights + thread * 16);
+      fragment.scales = load_shared_2(weights + thread * 2 + kCodeBytes);
+    } else {
+      fragment.mine = static_cast<const uint8_t*>(__cvta_shared_to_generic(weights + thread * 16));
+    }
+    tokens = kDescriptor | ((slot + tile * kTileStep) >> 4);
   };
 #pragma unroll
   for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
   wgmma_fence_operand(acc);
   int previous = -1;
-  mbar_wait(&s.full[ring.slot], ring.phase);
+  wait_at(at.full + at.slot * 8, at.phase);
   fetch(0);
 #pragma unroll 1
   for (int t = 0; t < stages; t++) {
 #pragma unroll
-    for (int j = 0; j < kMine; j++) {
+    for (int j = 0; j < kTiles; j++) {
 #pragma unroll
       for (int pair = 0; pair < 2; pair++) {
         fragment.expand(pair, a[pair]);
         fence_fragments(a[pair]);
         wgmma_fence();
-        wgmma_rs<N>(acc, a[pair][0], tokens + 4 * pair, 1);
-        wgmma_rs<N>(acc, a[pair][1], tokens + 4 * pair + 2, 1);
+        wgmma_add<N>(acc, a[pair][0], tokens + 4 * pair);
+        wgmma_add<N>(acc, a[pair][1], tokens + 4 * pair + 2);
         wgmma_commit();
         if (pair == 1) {  // the next tile's codes arrive while these products run
-          if (j + 1 < kMine) {
+          if (j + 1 < kTiles) {
             fetch(j + 1);
           } else {
-            previous = ring.slot;
-            ring.advance();
+            previous = at.slot;
+            at.advance();
             if (t + 1 < stages) {
-              mbar_wait(&s.full[ring.slot], ring.phase);
+              wait_at(at.full + at.slot * 8, at.phase);
               fetch(0);
             }
           }
         }
         wgmma_wait<1>();  // all but this pair's products are done
-        if (j == 0 && pair == 0 && t > 0 && lane == 0) mbar_arrive(&s.empty[previous]);
+        if (j == 0 && pair == 0 && t > 0) release(at.empty, previous);
       }
     }
   }
   wgmma_wait<0>();
   wgmma_fence_operand(acc);
-  if (lane == 0) mbar_arrive(&s.empty[previous]);
+  release(at.empty, previous);
 }
 
 template <class C, int kKind, int N>
-__device__ __forceinline__ void consume_unit(const GemmArgs& a, Shared<C>& s, Ring& ring, float* reduce, const Unit& unit,
-                                             int row_group, int split_group, bool first, bool last) {
-  float acc[N / 2];
-  multiply<C, kKind, N>(s, ring, row_group, split_group, kExpertDim / kTileK / a.p.splits, acc);
-  if constexpr (C::kSplitGroups > 1) {
-    // The split groups' sums meet in shared memory: barrier `ready` when they are there, `taken` when the
-    // first group has read them (waited for before the next unit's are written).
-    const int thread = threadIdx.x & 127;
-    const int ready = 1 + row_group, taken = 1 + C::kRowGroups + row_group;
-    constexpr int kMeeting = C::kSplitGroups * kThreads;
-    float* mine = reduce + row_group * (C::kSplitGroups - 1) * (C::kMaxN / 2) * kThreads + thread;
-    if (split_group > 0) {
-      if (!first) named_barrier(taken, kMeeting);
-#pragma unroll
-      for (int i = 0; i < N / 2; i++) mine[((split_group - 1) * (C::kMaxN / 2) + i) * kThreads] = acc[i];
-      asm volatile("bar.arrive %0, %1;" ::"r"(ready), "r"(kMeeting) : "memory");
-      return;
+__device__ __forceinline__ void consume_item(const GemmArgs& a, Place<C>& at, const Item& item, int row_group) {
+  const int k_tiles = kExpertDim / kTileK / a.p.splits;
+  if (row_group >= item.height) {  // no row tile of this item: only keeps up with the ring
+#pragma unroll 1
+    for (int t = k_tiles / C::stage_tiles(N, kKind); t > 0; t--) {
+      wait_at(at.full + at.slot * 8, at.phase);
+      release(at.empty, at.slot);
+      at.advance();
     }
-    named_barrier(ready, kMeeting);
-#pragma unroll
-    for (int q = 1; q < C::kSplitGroups; q++) {
-#pragma unroll
-      for (int i = 0; i < N / 2; i++) acc[i] += mine[((q - 1) * (C::kMaxN / 2) + i) * kThreads];
-    }
-    if (!last) asm volatile("bar.arrive %0, %1;" ::"r"(taken), "r"(kMeeting) : "memory");
+    return;
   }
-  store_rows<N>(a.p, unit, unit.block * C::kRowGroups + row_group, (threadIdx.x >> 5) & 3, acc);
+  float acc[N / 2];
+  multiply<C, kKind, N>(at, row_group, k_tiles, acc);
+  store_rows<N>(a.p, item, item.block + row_group, (threadIdx.x >> 5) & 3, acc);
 }
 
 template <class C, int kKind>
-__device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t* ring_base, float* reduce) {
-  pdl_wait();
-  const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
-  const int row_group = group / C::kSplitGroups, split_group = group % C::kSplitGroups;
-  Ring ring{ring_base, s.slots, s.slot_bytes, 0, 0};
-  bool first = true;
+__device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
+  const int row_group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  Place<C> at(s, ring);
   int i = 0;
-  for (int u = blockIdx.x; u < s.lists.total; u += static_cast<int>(gridDim.x), first = false) {
-    const Unit unit = decode_unit<C::kMaxN>(s.lists, u, i, a.blocks, a.p.splits);
-    const bool last = u + static_cast<int>(gridDim.x) >= s.lists.total;
-#define MSL_WIDTH(N)                                                                                           \
-  case N:                                                                                                      \
-    if constexpr (N <= C::kMaxN) consume_unit<C, kKind, N>(a, s, ring, reduce, unit, row_group, split_group, first, last); \
+  for (int n = blockIdx.x; n < s.items; n += static_cast<int>(gridDim.x)) {
+    const Item item = decode_item<C>(s, n, i, a);
+#define MSL_WIDTH(N)                                                                                          \
+  case N:                                                                                                     \
+    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, at, item, row_group);       \
     break;
-    switch (tile_width(unit.tokens)) {
-      MSL_WIDTH(8) MSL_WIDTH(16) MSL_WIDTH(32) MSL_WIDTH(64) MSL_WIDTH(96) MSL_WIDTH(128) MSL_WIDTH(192) MSL_WIDTH(256)
+    switch (C::width(item.tokens)) {
+      MSL_WIDTH(8) MSL_WIDTH(16) MSL_WIDTH(24) MSL_WIDTH(32) MSL_WIDTH(40) MSL_WIDTH(48) MSL_WIDTH(56) MSL_WIDTH(64)
+      MSL_WIDTH(80) MSL_WIDTH(96) MSL_WIDTH(112) MSL_WIDTH(128) MSL_WIDTH(160) MSL_WIDTH(192) MSL_WIDTH(224) MSL_WIDTH(256)
     }
 #undef MSL_WIDTH
   }
 }
 
 template <class C, int kKind>
-__global__ void __launch_bounds__(C::kBlockThreads, C::kMinBlocks) expert_gemm_kernel(const __grid_constant__ GemmArgs a) {
+__global__ void __launch_bounds__(C::kBlockThreads, 1) expert_gemm_kernel(const __grid_constant__ GemmArgs a) {
   extern __shared__ __align__(1024) uint8_t memory[];
   pdl_launch();
   __shared__ Shared<C> s;
   uint8_t* ring = memory + ((1024 - (smem_u32(memory) & 1023)) & 1023);
-  float* reduce = reinterpret_cast<float*>(ring + C::kRingBytes);
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   if (warp == 0) {
-    build_lists<C::kMaxN>(s.lists, a.p, a.blocks * a.p.splits);
+    build_lists<C::kMaxN>(s.lists, a.p, a.blocks / C::kRowGroups * a.p.splits);
     __syncwarp();
-    if (threadIdx.x == 0) size_ring<C, kKind>(s);
-  } else if (warp == 1 && (threadIdx.x & 31) == 0) {
+    if (lane == 0) {
+      size_ring<C, kKind>(s);
+      cut_last_wave<C>(s);
+    }
+  } else if (warp == 1 && lane == 0) {
     for (int i = 0; i < C::kMaxSlots; i++) {
-      mbar_init(&s.full[i], 1);
-      mbar_init(&s.empty[i], C::kGroups * 4);
+      mbar_init(&s.full[i], 2);  // weights and tokens
+      mbar_init(&s.empty[i], C::kConsumers / 32);
     }
     mbar_init_fence();
     tma_prefetch_descriptor(&a.tokens8);
-    tma_prefetch_descriptor(&a.tokens64);
+    tma_prefetch_descriptor(&a.tokens[2]);
   }
   __syncthreads();
   if (warp >= C::kConsumers / 32) {
-    if constexpr (C::kProducerThreads == kThreads) setmaxnreg_dec<40>();
-    if (threadIdx.x == C::kConsumers) produce<C, kKind>(a, s, ring);
-    else pdl_wait();
+    setmaxnreg_dec<C::kProducerRegisters>();
+    if (warp == C::kConsumers / 32) {
+      if (lane == 0) produce_weights<C, kKind>(a, s, ring);
+    } else {
+      pdl_wait();
+      if (warp == C::kConsumers / 32 + 1 && lane == 0) produce_tokens<C, kKind>(a, s, ring);
+    }
   } else {
-    if constexpr (C::kProducerThreads == kThreads) setmaxnreg_inc<232>();
-    consume<C, kKind>(a, s, ring, reduce);
+    setmaxnreg_inc<C::kConsumerRegisters>();
+    pdl_wait();
+    consume<C, kKind>(a, s, ring);
   }
 }
 
 // Host side of a configuration.
-template <class C>
+template <class C, int kKind>
 int launch_config(const GemmArgs& a, const Launch& l) {
-  // As many CTAs as can be resident, and no more than there can be units.
+  // A CTA a multiprocessor, and no more than there can be items.
   const int64_t chunks = int64_t(a.p.route_bound) < kLocalExperts ? a.p.route_bound : kLocalExperts + a.p.route_bound / C::kMaxN;
   const int64_t most = chunks * a.blocks * a.p.splits;
-  const int64_t resident = int64_t(l.sm_count) * C::kGridPerSm;
-  const dim3 grid(static_cast<unsigned>(most < resident ? most : resident));
-  if (a.p.weight_kind == 0)
-    return launch(expert_gemm_kernel<C, 0>, grid, dim3(C::kBlockThreads), C::kSharedBytes, l, a);
-  return launch(expert_gemm_kernel<C, 1>, grid, dim3(C::kBlockThreads), C::kSharedBytes, l, a);
+  const dim3 grid(static_cast<unsigned>(most < l.sm_count ? most : l.sm_count));
+  return launch(expert_gemm_kernel<C, kKind>, grid, dim3(C::kBlockThreads), C::kSharedBytes, l, a);
 }
-template <class C>
+template <class C, int kKind>
 int prepare_config() {
-  const int error = prepare_kernel(expert_gemm_kernel<C, 0>, C::kSharedBytes);
-  return error ? error : prepare_kernel(expert_gemm_kernel<C, 1>, C::kSharedBytes);
+  return prepare_kernel(expert_gemm_kernel<C, kKind>, C::kSharedBytes);
 }
 
 }  // namespace expert
