@@ -73,6 +73,11 @@ unsafe fn layer_weights<'a>(config: &LayerConfig, given: &[MslTensor], host: boo
     unsafe {
         let described = given.iter().map(|t| Ok((described(t)?, t.data))).collect::<Result<Vec<_>>>()?;
         if host {
+            // Before anything is read by a shape.
+            crate::weights::check(config, described.iter().map(|((name, ..), _)| name), |wanted| {
+                let found = described.iter().rfind(|((name, ..), _)| name == wanted);
+                found.map(|((_, dtype, shape), _)| (*dtype, shape.as_slice()))
+            })?;
             let mut tensors = NamedTensors::new();
             for ((name, dtype, shape), data) in described {
                 tensors.insert(&name, host::tensor(&name, data, dtype, &shape)?);

@@ -254,6 +254,12 @@ impl LayerConfig {
             check(n > 0, field, "positive", n)?;
             check(n <= 1 << 24, field, "at most 2^24", n)?;
         }
+        // What is multiplied below and by those who make memory of it: the rows of q, the experts' elements.
+        let product = |a: usize, b: usize| a as u128 * b as u128;
+        check(product(self.q_heads, self.head_dim) <= 1 << 24, "q_heads", "at most 2^24 rows of q", self.q_heads)?;
+        check(product(self.kv_heads, self.head_dim) <= 1 << 24, "kv_heads", "at most 2^24 rows of k", self.kv_heads)?;
+        let experts = product(self.expert_dim, self.expert_dim) * self.local_experts as u128;
+        check(experts <= 1 << 48, "local_experts", "at most 2^48 elements of w2", self.local_experts)?;
         check(self.head_dim % 2 == 0, "head_dim", "even (RoPE rotates pairs)", self.head_dim)?;
         check(
             self.q_heads % self.kv_heads == 0,

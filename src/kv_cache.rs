@@ -34,7 +34,7 @@ impl PagedKvCache {
             }
             t.expect_contiguous(name, t.dtype(), &shape, 16)?;
         }
-        let rows = shape[0] as u64 * shape[1] as u64;
+        let rows = (shape[0] as u64).saturating_mul(shape[1] as u64);
         if rows > MAX_CACHE_ROWS {
             return Err(Error::Limit {
                 what: "cache rows (pages * page_size)".into(),
@@ -42,7 +42,7 @@ impl PagedKvCache {
                 got: rows,
             });
         }
-        if !k.is_empty() && k.ptr() < v.ptr() + v.span_bytes() && v.ptr() < k.ptr() + k.span_bytes() {
+        if !k.is_empty() && k.ptr() < v.end() && v.ptr() < k.end() {
             return Err(Error::Alias { tensor: "k_cache".into(), other: "v_cache".into() });
         }
         Ok(PagedKvCache { k, v })

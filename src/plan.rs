@@ -16,6 +16,8 @@ use std::fmt;
 pub const MAX_TOKENS: u32 = 32768;
 /// The most requests a step may have.
 pub const MAX_REQUESTS: u32 = 16384;
+/// The most multiprocessors a device may have.
+pub const MAX_SM_COUNT: u32 = 1024;
 /// The longest request, in tokens, that the attention's index arithmetic is made for.
 pub const MAX_TABLE_TOKENS: u64 = 1 << 24;
 
@@ -87,7 +89,7 @@ impl PlanKey {
 
     /// `q_len` new tokens for each request: a verify block or a prefill chunk.
     pub fn block(requests: u32, q_len: u32, table_width: u32) -> PlanKey {
-        PlanKey { tokens: requests * q_len, max_q_len: q_len, ..PlanKey::decode(requests, table_width) }
+        PlanKey { tokens: requests.saturating_mul(q_len), max_q_len: q_len, ..PlanKey::decode(requests, table_width) }
     }
 
     /// Checks every field against the limits.
@@ -241,6 +243,9 @@ impl Plan {
     /// the launches mean nothing). Pure: the same arguments give the same plan anywhere.
     pub fn new(mut key: PlanKey, experts: WeightKind, sm_count: u32) -> Result<Plan> {
         key.validate()?;
+        if sm_count > MAX_SM_COUNT {
+            return Err(Error::Limit { what: "sm_count".into(), limit: MAX_SM_COUNT.into(), got: sm_count.into() });
+        }
         if sm_count > 0 {
             key.validate_cuda()?;
         }

@@ -231,7 +231,7 @@ impl<'a> Checked<'a> {
 
     /// No output overlaps an input or another output.
     fn apart(self) -> Result<Checked<'a>> {
-        let span = |t: &DeviceTensor| (t.ptr(), t.ptr() + t.span_bytes());
+        let span = |t: &DeviceTensor| (t.ptr(), t.end());
         for (i, &(name, t)) in self.outputs.iter().flatten().enumerate() {
             let (begin, end) = span(t);
             let others = self.inputs.iter().flatten().chain(self.outputs.iter().flatten().take(i));

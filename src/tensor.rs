@@ -82,7 +82,7 @@ macro_rules! constructors {
             $($(#[$doc])*
             pub fn $name(shape: &[usize], data: impl Into<Cow<'a, [$t]>>) -> HostTensor<'a> {
                 let data = data.into();
-                assert_eq!(shape.iter().product::<usize>(), data.len(), "shape {shape:?} against {} elements", data.len());
+                assert_eq!(elements(shape), data.len(), "shape {shape:?} against {} elements", data.len());
                 HostTensor { shape: shape.to_vec(), data: HostData::$variant(data) }
             }
 
@@ -114,6 +114,11 @@ constructors! {
     i64, as_i64, I64, i64;
 }
 
+/// The product of extents; `usize::MAX` where it does not fit, which no memory has.
+fn elements(shape: &[usize]) -> usize {
+    shape.iter().fold(1, |n, &extent| n.saturating_mul(extent))
+}
+
 /// Types whose slices may be read as bytes and back.
 trait Plain: Copy + 'static {}
 impl Plain for f32 {}
@@ -137,7 +142,7 @@ fn from_bytes<T: Plain>(bytes: &[u8]) -> Option<&[T]> {
 impl<'a> HostTensor<'a> {
     /// A view of little-endian bytes, as a memory-mapped file holds them. Checks length and alignment.
     pub fn from_bytes(tensor: &str, dtype: DType, shape: &[usize], bytes: &'a [u8]) -> Result<HostTensor<'a>> {
-        let wanted = shape.iter().product::<usize>() * dtype.size();
+        let wanted = elements(shape).saturating_mul(dtype.size());
         if bytes.len() != wanted {
             return Err(Error::Value {
                 what: format!("{tensor}: bytes of {dtype} {shape:?}"),
@@ -191,12 +196,12 @@ impl<'a> HostTensor<'a> {
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        elements(&self.shape)
     }
 
     /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.shape.contains(&0)
     }
 
     /// Floating-point elements as FP32 (BF16 and FP16 widen exactly).
@@ -301,7 +306,7 @@ impl DeviceTensor {
     pub unsafe fn contiguous(ptr: u64, dtype: DType, shape: &[usize]) -> DeviceTensor {
         let mut strides = vec![1i64; shape.len()];
         for i in (1..shape.len()).rev() {
-            strides[i - 1] = strides[i] * shape[i] as i64;
+            strides[i - 1] = strides[i].saturating_mul(i64::try_from(shape[i]).unwrap_or(i64::MAX));
         }
         DeviceTensor { ptr, dtype, shape: shape.to_vec(), strides }
     }
@@ -343,6 +348,11 @@ impl DeviceTensor {
         self.ptr
     }
 
+    /// The address past the last element reached; the last address there is for a view that goes beyond.
+    pub(crate) fn end(&self) -> u64 {
+        self.ptr.saturating_add(self.span_bytes())
+    }
+
     /// The element type.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -360,12 +370,12 @@ impl DeviceTensor {
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        elements(&self.shape)
     }
 
     /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.shape.contains(&0)
     }
 
     /// The part of a view along its first extent: `self[i]`. Past the end it is empty.
@@ -386,8 +396,10 @@ impl DeviceTensor {
         if self.is_empty() {
             return 0;
         }
-        let last: i64 = self.shape.iter().zip(&self.strides).map(|(&n, &s)| (n as i64 - 1) * s).sum();
-        (last.max(0) as u64 + 1) * self.dtype.size() as u64
+        let last = self.shape.iter().zip(&self.strides).fold(0i64, |last, (&n, &s)| {
+            last.saturating_add(i64::try_from(n - 1).unwrap_or(i64::MAX).saturating_mul(s))
+        });
+        (last.max(0) as u64 + 1).saturating_mul(self.dtype.size() as u64)
     }
 
     /// Whether elements lie row-major without gaps (extents of 1 may have any stride).
@@ -397,7 +409,7 @@ impl DeviceTensor {
             if n != 1 && s != wanted {
                 return false;
             }
-            wanted *= n as i64;
+            wanted = wanted.saturating_mul(i64::try_from(n).unwrap_or(i64::MAX));
         }
         self.shape.len() == self.strides.len()
     }

@@ -10,7 +10,12 @@ use crate::tensor::{DType, HostTensor};
 use half::bf16;
 use std::ffi::c_void;
 
-fn address<T>(tensor: &str, ptr: *const c_void) -> Result<*const T> {
+/// The address of `n` elements that can be: not null, aligned, within the address space.
+fn address<T>(tensor: &str, ptr: *const c_void, n: usize) -> Result<*const T> {
+    let limit = (isize::MAX as usize / size_of::<T>()) as u64;
+    if n as u64 > limit {
+        return Err(Error::Limit { what: format!("elements of {tensor}"), limit, got: n as u64 });
+    }
     if ptr.is_null() {
         return Err(Error::Null { tensor: tensor.into() });
     }
@@ -28,7 +33,7 @@ unsafe fn slice<'a, T>(tensor: &str, ptr: *const c_void, n: usize) -> Result<&'a
         return Ok(&[]);
     }
     // SAFETY: the caller's promise.
-    Ok(unsafe { std::slice::from_raw_parts(address::<T>(tensor, ptr)?, n) })
+    Ok(unsafe { std::slice::from_raw_parts(address::<T>(tensor, ptr, n)?, n) })
 }
 
 /// # Safety
@@ -38,10 +43,10 @@ unsafe fn slice_mut<'a, T>(tensor: &str, ptr: *mut c_void, n: usize) -> Result<&
         return Ok(&mut []);
     }
     // SAFETY: the caller's promise.
-    Ok(unsafe { std::slice::from_raw_parts_mut(address::<T>(tensor, ptr)?.cast_mut(), n) })
+    Ok(unsafe { std::slice::from_raw_parts_mut(address::<T>(tensor, ptr, n)?.cast_mut(), n) })
 }
 
-/// A copy of a named tensor in host memory.
+/// A copy of a named tensor in host memory, of a shape that was checked.
 ///
 /// # Safety
 /// `ptr` is null or points to a contiguous tensor of this type and shape.
@@ -90,8 +95,12 @@ pub(super) unsafe fn forward(layer: &DecoderLayer, plan: &Plan, s: &MslStep) -> 
         _ => {}
     }
     let stride = if b > 1 { count("table_stride", s.table_stride)? } else { width };
-    let reached = if b == 0 { 0 } else { (b - 1) * stride + width };
-    let pool = count("pages", s.pages)? * key.page_size as usize * c.kv_size();
+    let reached = if b == 0 { 0 } else { (b - 1).saturating_mul(stride).saturating_add(width) };
+    let row = key.page_size as usize * c.kv_size();
+    let pool = count("pages", s.pages)?.saturating_mul(row);
+    if (s.k_cache as usize).abs_diff(s.v_cache as usize) < pool {
+        return Err(Error::Alias { tensor: "k_cache".into(), other: "v_cache".into() });
+    }
     // SAFETY: the caller's promise, here and below.
     unsafe {
         let non_padded = if s.num_tokens_non_padded.is_null() {

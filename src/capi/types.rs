@@ -55,6 +55,9 @@ pub(super) trait Sized32: Copy {
     const FIRST: usize = size_of::<Self>();
 }
 
+/// No version of a struct will ever be larger.
+const LARGEST: usize = 1 << 16;
+
 /// Copies what the caller knows of a struct; the rest is zero.
 ///
 /// # Safety
@@ -67,10 +70,12 @@ pub(super) unsafe fn take<T: Sized32>(ptr: *const T) -> Result<T> {
     unsafe {
         let given = ptr.cast::<u32>().read_unaligned() as usize;
         let known = size_of::<T>();
-        // The first version of each struct is the smallest there is.
-        if given < T::FIRST {
-            let what = format!("{}.struct_size", T::NAME);
-            return Err(Error::Value { what, wanted: format!("at least {}", T::FIRST), got: given.to_string() });
+        // The first version of each struct is the smallest there is; a size past all reason was never set, and
+        // nothing may be read by it.
+        if !(T::FIRST..=LARGEST).contains(&given) {
+            let (what, few) = (format!("{}.struct_size", T::NAME), given < T::FIRST);
+            let wanted = if few { format!("at least {}", T::FIRST) } else { format!("at most {LARGEST}") };
+            return Err(Error::Value { what, wanted, got: given.to_string() });
         }
         let bytes = std::slice::from_raw_parts(ptr.cast::<u8>(), given);
         let known = known.min(given);

@@ -95,7 +95,7 @@ pub(crate) fn check_host(config: &LayerConfig, tensors: &NamedTensors) -> Result
 }
 
 /// Every tensor that is needed is there with a shape and a type that are taken, and no other is.
-fn check<'t>(
+pub(crate) fn check<'t>(
     config: &LayerConfig,
     given: impl Iterator<Item = &'t String>,
     get: impl Fn(&str) -> Option<(DType, &'t [usize])>,
