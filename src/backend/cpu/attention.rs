@@ -116,6 +116,8 @@ struct Visible {
 
 fn gather(config: &LayerConfig, batch: &Batch, cache: &Cache, request: usize, first: i64, end: i64) -> Visible {
     let (heads, dim) = (config.kv_heads, config.head_dim);
+    // Nothing past the table is visible, whatever length the request claims.
+    let end = end.min((batch.table_width * cache.page_size) as i64);
     let n = (end - first).max(0) as usize;
     let pages = (cache.k.len() / (cache.page_size * config.kv_size())) as i64;
     let table = &batch.page_table[request * batch.table_stride..][..batch.table_width];
@@ -177,8 +179,9 @@ pub fn attention(config: &LayerConfig, q: &[f32], batch: &Batch, cache: &Cache, 
             let start = tokens.start + block * rows_at_once;
             let count = out.len() / q_size;
             // Keys that some token of the block sees, relative to keys.first.
-            let lo = (oldest(start) - keys.first) as usize;
-            let hi = (position(start + count - 1) + 1 - keys.first).max(lo as i64) as usize;
+            let known = keys.valid.len();
+            let lo = ((oldest(start) - keys.first) as usize).min(known);
+            let hi = ((position(start + count - 1) + 1 - keys.first).max(lo as i64) as usize).min(known);
             let n = hi - lo;
             let mut rows = vec![0.0; count * group * dim];
             let mut scores = vec![0.0; count * group * n];
