@@ -21,6 +21,9 @@ template <int N, bool kHalf, Major kMajorB> struct Atom;
     using RS = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<Major::K, B>;                  \
   };
 MSL_ATOM(8) MSL_ATOM(16) MSL_ATOM(32) MSL_ATOM(64) MSL_ATOM(96) MSL_ATOM(128) MSL_ATOM(192) MSL_ATOM(256)
+#ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+MSL_ATOM(144)
+#endif
 #undef MSL_ATOM
 template <class A, size_t... I>
 __device__ __forceinline__ void ss(uint64_t a, uint64_t b, float* d, int scale, std::index_sequence<I...>) {

@@ -1,4 +1,5 @@
 // Launchers of the dense projections (ops.h: qkv_gate, o, pooler, unpooler, router_planes) and of their packing.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of 144 columns
 #include "../common/launch.cuh"
 #include "../include/model.h"
 #include "../include/ops.h"
@@ -33,6 +34,7 @@ int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger) {
 template <class C>
 int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
   if (p.rows % C::kRows) return kInvalid;
+  if (!C::kWhole && p.splits == 1 && !p.out_f32) return kInvalid;
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, int64_t(p.k) * p.planes, p.tokens, p.x_stride, C::kTokens)) return e;
   CUtensorMap out_map = map;
@@ -52,14 +54,16 @@ int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
 // Calls f(config) for the instance of a shape; the list is that of kTiledShapes.
 template <class F>
 int with_tiled(const TiledShape& s, F f) {
-  if (s.staged) return f(TiledConfig<4, 1, true>{});
-  switch (s.r * 10 + s.cm) {
-    case 11: return f(TiledConfig<1, 1>{});
-    case 21: return f(TiledConfig<2, 1>{});
-    case 31: return f(TiledConfig<3, 1>{});
-    case 41: return f(TiledConfig<4, 1>{});
-    case 22: return f(TiledConfig<2, 2>{});
-    case 42: return f(TiledConfig<4, 2>{});
+  if (s.staged) return f(TiledConfig<256, 1, true>{});
+  if (s.tokens == 256) return f(TiledConfig<144, 1, false, 256>{});
+  switch (s.rows * 10 + s.cm) {
+    case 641: return f(TiledConfig<64, 1>{});
+    case 1281: return f(TiledConfig<128, 1>{});
+    case 1441: return f(TiledConfig<144, 1>{});
+    case 1921: return f(TiledConfig<192, 1>{});
+    case 2561: return f(TiledConfig<256, 1>{});
+    case 1282: return f(TiledConfig<128, 2>{});
+    case 2562: return f(TiledConfig<256, 2>{});
   }
   return kInvalid;
 }

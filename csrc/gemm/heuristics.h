@@ -27,25 +27,27 @@
 
 namespace msl {
 
-// A tiled instance: 64 * r weight rows a tile; clusters of cm CTAs that share weights.
+// A tiled instance: tiles of `tokens` x `rows`; clusters of cm CTAs that share weights.
 struct TiledShape {
-  int r, cm;
+  int rows, tokens, cm;
   bool staged;
 };
-constexpr TiledShape kTiledShapes[] = {{1, 1, false}, {2, 1, false}, {3, 1, false}, {4, 1, false},
-                                       {2, 2, false}, {4, 2, false}, {4, 1, true}};
+constexpr TiledShape kTiledShapes[] = {{64, 128, 1, false},  {128, 128, 1, false}, {144, 128, 1, false}, {144, 256, 1, false},
+                                       {192, 128, 1, false}, {256, 128, 1, false}, {128, 128, 2, false}, {256, 128, 2, false},
+                                       {256, 128, 1, true}};
 
 // Clocks of a launch of the direct form: waves x (steps of the mainloop, the first loads, the output). A step
-// runs at the tensor cores' rate (256 clocks for 64 rows) or as a stage arrives (some 49 bytes a clock and SM).
+// runs at the tensor cores' rate (256 clocks for 64 rows x 128 tokens) or as a stage arrives (some 49 bytes a clock and SM).
 // A pair of CTAs that shares weights gains 3% when the grid is a few token tiles, and loses as much in a full one.
 inline double tiled_clocks(const TiledShape& s, int tokens, int rows, int steps, int splits, bool f32, int sm_count) {
-  const int token_tiles = (tokens + 127) / 128;
-  if (rows % (64 * s.r) != 0) return 1e30;
+  const int token_tiles = (tokens + s.tokens - 1) / s.tokens;
+  if (rows % s.rows != 0 || (s.rows % 64 != 0 && !f32)) return 1e30;
   if (s.cm > 1 && (token_tiles % s.cm != 0 || token_tiles > 4)) return 1e30;
-  const int64_t clusters = int64_t(splits) * (token_tiles / s.cm) * (rows / (64 * s.r));
+  const int64_t clusters = int64_t(splits) * (token_tiles / s.cm) * (rows / s.rows);
   const int64_t waves = (clusters + sm_count / s.cm - 1) / (sm_count / s.cm);
-  const double step = std::max(256.0 * s.r, (16384.0 + 8192.0 * s.r) / 49) * (s.cm > 1 ? 0.97 : 1.0);
-  return double(waves) * (double(steps) / splits * step + 600.0 + s.r * (f32 ? 1900.0 : 900.0));
+  const double area = s.rows * s.tokens / 8192.0;
+  const double step = std::max(256.0 * area, 128.0 * (s.tokens + s.rows) / 49) * (s.cm > 1 ? 0.97 : 1.0);
+  return double(waves) * (double(steps) / splits * step + 600.0 + area * (f32 ? 1900.0 : 900.0));
 }
 
 // steps: k tiles of a whole row, times plane products. The staged form is for BF16 and at least three tiles a CTA
@@ -59,7 +61,7 @@ inline TiledShape choose_tiled(int tokens, int rows, int steps, int splits, bool
     if (c < least) least = c, best = s;
   }
   const int64_t tiles = int64_t((tokens + 127) / 128) * (rows / 256);
-  if (!f32 && best.r == 4 && tiles >= int64_t(3) * sm_count) return {4, 1, true};
+  if (!f32 && best.rows == 256 && tiles >= int64_t(3) * sm_count) return {256, 128, 1, true};
   return best;
 }
 

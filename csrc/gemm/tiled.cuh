@@ -1,10 +1,14 @@
 // The tiled projection: many tokens. Bound by the tensor cores from a few hundred tokens, by the weights'
 // bytes below.
 //
-// A CTA tile is 128 tokens x kRows weight rows (kRows = kR consecutive m-tiles of 64); tokens stand on M,
-// weights on N. Two consumer warpgroups own 64 tokens each and all rows: wgmma m64n(kRows)k16, the widest
-// instruction, which re-reads the least shared memory. A persistent grid walks (split, tile) items; tiles are
-// ordered so that the CTAs at work at one time share few token tiles and few row tiles in L2 (tile_of).
+// A CTA tile is kTokens (128 or 256) tokens x kRows weight rows; tokens stand on M, weights on N. Two consumer
+// warpgroups own half of the tokens each and all rows: wgmma m64n(kRows)k16, the widest instruction, which
+// re-reads the least shared memory. A persistent grid walks (split, tile) items; tiles are ordered so that the
+// CTAs at work at one time share few token tiles and few row tiles in L2 (tile_of).
+//
+// kRows is a multiple of 64, whole m-tiles of the packed layout, or 144: qkv_gate's 2304 rows are 16 tiles of 144,
+// which 132 SMs divide well where 9 of 256 or 12 of 192 leave a wave half empty. Such a tile's runs of rows in three
+// m-tiles are multiples of 8 rows, the swizzle's period, and contiguous: three bulk copies put them one after the other.
 //
 // A cluster of kCM = 2 CTAs takes two token tiles of one row tile; each loads half of the weights and
 // multicasts it to both. It is for a few token tiles, where L2 traffic bounds (heuristics.h); the mainloop of a
@@ -38,29 +42,29 @@ struct TiledArgs {
   int32_t planes;          // 1 or 3
   int32_t splits;
   int32_t token_clusters;  // cluster tiles along the tokens: ceil(T / (128 kCM))
-  int32_t row_tiles;    // row tiles: rows / kRows
+  int32_t row_tiles;       // row tiles: rows / kRows
   int32_t token_group;     // cluster tiles along the tokens walked together
   int32_t bf16;
   int32_t late_trigger;
 };
 
-template <int kR_, int kCM_, bool kStaged_ = false>
+template <int kRows_, int kCM_, bool kStaged_ = false, int kTokens_ = 128>
 struct TiledConfig {
-  static constexpr int kR = kR_, kCM = kCM_;
-  static constexpr bool kStaged = kStaged_;
-  static constexpr int kRows = kR * kTileRows, kTokens = 128;
-  static constexpr int kTokenBytes = kTokens * kTileK * 2;
-  static constexpr int kStageBytes = kTokenBytes + kR * kTileBytes;
+  static constexpr int kRows = kRows_, kCM = kCM_, kTokens = kTokens_;
+  static constexpr bool kStaged = kStaged_, kWhole = kRows % kTileRows == 0;
+  static constexpr int kMmas = kTokens / 128;  // of 64 tokens, a warpgroup
+  static constexpr int kTokenBytes = kTokens * kTileK * 2, kWeightBytes = kRows * kTileK * 2;
+  static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
   static constexpr int kStagingBytes = kStaged ? kTokens * kRows * 2 : 0;
   static constexpr int kFit = (226 * 1024 - kStagingBytes) / kStageBytes;
   static constexpr int kStages = kFit > 8 ? 8 : kFit;
   static constexpr int kThreads = 384;
   static constexpr size_t kShared = size_t(kStages) * kStageBytes + kStagingBytes + 2 * kStages * 8;
-  static_assert(kStages >= 3);
+  static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && (kWhole || kCM == 1) && (kMmas == 1 || !kStaged));
 };
 
 struct TiledWork {
-  int token, row_tile;    // first token; first 64-row tile
+  int token, row;         // the first of the tile
   int split, k_begin, k_end;
 };
 
@@ -80,7 +84,7 @@ __device__ __forceinline__ TiledWork tile_of(const TiledArgs& a, int item, int r
   tile -= group * group_tiles;
   const int width = min(a.token_group, a.token_clusters - group * a.token_group);
   w.token = ((group * a.token_group + tile % width) * C::kCM + rank) * C::kTokens;
-  w.row_tile = tile / width * C::kR;
+  w.row = tile / width * C::kRows;
   w.k_begin = split_begin(w.split, a.splits, a.k_tiles);
   w.k_end = split_begin(w.split + 1, a.splits, a.k_tiles);
   return w;
@@ -90,7 +94,7 @@ template <class C>
 __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
     tiled_kernel(const __grid_constant__ CUtensorMap token_map, const __grid_constant__ CUtensorMap out_map,
                  const TiledArgs a) {
-  constexpr int kR = C::kR, kRows = C::kRows, kStages = C::kStages, kCluster = C::kCM;
+  constexpr int kRows = C::kRows, kStages = C::kStages, kCluster = C::kCM;
   if (!a.late_trigger) pdl_launch();
 
   extern __shared__ __align__(1024) uint8_t ring[];
@@ -112,15 +116,24 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
     const int plane = a.planes == 3 ? weight_plane(i % kPlaneProducts) : 0;
     mbar_expect_tx(&full[stage], C::kStageBytes);
     constexpr int kPart = kTileBytes / C::kCM;
-    const int64_t tile = int64_t(w.row_tile) * a.k_tiles * a.planes + plane * a.k_tiles + k;
+    const int64_t tile = int64_t(w.row / kTileRows) * a.k_tiles * a.planes + plane * a.k_tiles + k;
+    const int64_t next = int64_t(a.k_tiles) * a.planes * kTileBytes;
     const uint8_t* src = a.weight + tile * kTileBytes + rank * kPart;
     uint8_t* dst = weights_of(stage) + rank * kPart;
+    if constexpr (C::kWhole) {
 #pragma unroll
-    for (int r = 0; r < kR; r++, src += int64_t(a.k_tiles) * a.planes * kTileBytes, dst += kTileBytes) {
-      if constexpr (C::kCM == 1)
-        bulk_load(dst, src, kPart, &full[stage], kEvictNormal);
-      else
-        bulk_load_multicast(dst, src, kPart, &full[stage], (1 << C::kCM) - 1);
+      for (int r = 0; r < kRows / kTileRows; r++, src += next, dst += kTileBytes) {
+        if constexpr (C::kCM == 1)
+          bulk_load(dst, src, kPart, &full[stage], kEvictNormal);
+        else
+          bulk_load_multicast(dst, src, kPart, &full[stage], (1 << C::kCM) - 1);
+      }
+    } else {
+      for (int row = w.row % kTileRows, left = C::kWeightBytes; left > 0; row = 0, src += next) {
+        const int bytes = min(kTileBytes - row * 128, left);
+        bulk_load(dst, src + row * 128, bytes, &full[stage], kEvictNormal);
+        dst += bytes, left -= bytes;
+      }
     }
   };
   auto load_tokens = [&](const TiledWork& w, int i, int stage) {
@@ -197,30 +210,39 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
     for (int item = first; item < items; item += stride) {
       const TiledWork w = tile_of<C>(a, item, rank);
       const int steps = (w.k_end - w.k_begin) * products;
-      float acc[kRows / 2];
+      float acc[C::kMmas][kRows / 2];
 #pragma unroll
-      for (int i = 0; i < kRows / 2; i++) acc[i] = 0.f;
+      for (int m = 0; m < C::kMmas; m++)
+#pragma unroll
+        for (int i = 0; i < kRows / 2; i++) acc[m][i] = 0.f;
       int previous = 0;
       for (int i = 0; i < steps; i++) {
         mbar_wait(&full[stage], phase);
-        const uint64_t td = desc_sw128(tokens_of(stage) + group * kTileBytes), wd = desc_sw128(weights_of(stage));
-        wgmma_fence_operand(acc);
+        const uint64_t wd = desc_sw128(weights_of(stage));
+#pragma unroll
+        for (int m = 0; m < C::kMmas; m++) wgmma_fence_operand(acc[m]);
         wgmma_fence();
 #pragma unroll
-        for (int kk = 0; kk < 4; kk++) wgmma_ss<kRows>(acc, td + 2 * kk, wd + 2 * kk, 1);
+        for (int m = 0; m < C::kMmas; m++) {
+          const uint64_t td = desc_sw128(tokens_of(stage) + (group * C::kMmas + m) * kTileBytes);
+#pragma unroll
+          for (int kk = 0; kk < 4; kk++) wgmma_ss<kRows>(acc[m], td + 2 * kk, wd + 2 * kk, 1);
+        }
         wgmma_commit();
-        wgmma_fence_operand(acc);
+#pragma unroll
+        for (int m = 0; m < C::kMmas; m++) wgmma_fence_operand(acc[m]);
         wgmma_wait<1>();
         if (i > 0) release(previous);
         previous = stage;
         if (++stage == kStages) stage = 0, phase ^= 1;
       }
       wgmma_wait<0>();
-      wgmma_fence_operand(acc);
+#pragma unroll
+      for (int m = 0; m < C::kMmas; m++) wgmma_fence_operand(acc[m]);
       if (steps > 0) release(previous);
 
-      // acc[4 j + 2 h + e]: token 16 w + g + 8 h, weight row 8 j + 2 c + e.
-      const int column = w.row_tile * kTileRows;
+      // acc[m][4 j + 2 h + e]: token 64 m + 16 w + g + 8 h, weight row 8 j + 2 c + e.
+      const int column = w.row;
       if constexpr (C::kStaged) {
         // This warpgroup's staging: blocks of 64 columns, each 64 tokens x 128 swizzled bytes. Lane l gives
         // stmatrix token l % 16 of columns 8 (j + l / 16).
@@ -235,35 +257,36 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
         for (int j = 0; j < kRows / 8; j += 2) {
           uint32_t v[4];
 #pragma unroll
-          for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+          for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[0][4 * j + 2 * i], acc[0][4 * j + 2 * i + 1]);
           store_matrix_x4(p + (j / 8) * kTileBytes + ((chunk ^ (j % 8)) << 4), v);
         }
         fence_proxy_async();
         named_barrier(1 + group, 128);
         if (issuer) {
 #pragma unroll
-          for (int b = 0; b < kR; b++)
+          for (int b = 0; b < kRows / 64; b++)
             tma_store_2d(&out_map, mine + b * kTileBytes, column + b * 64, w.token + 64 * group);
           bulk_commit();
         }
       } else {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int t = w.token + 64 * group + 16 * (warp % 4) + g + 8 * h;
+        for (int mh = 0; mh < 2 * C::kMmas; mh++) {
+          const int m = mh / 2, h = mh % 2;
+          const int t = w.token + 64 * (group * C::kMmas + m) + 16 * (warp % 4) + g + 8 * h;
           const bool valid = t < a.tokens;
           if (!a.bf16) {
             float* out = static_cast<float*>(a.out) + (int64_t(w.split) * a.tokens + t) * a.out_stride + column + 2 * c;
 #pragma unroll
             for (int j = 0; j < kRows / 8; j++)
               if (valid)
-                *reinterpret_cast<float2*>(out + 8 * j) = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
-          } else {
+                *reinterpret_cast<float2*>(out + 8 * j) = make_float2(acc[m][4 * j + 2 * h], acc[m][4 * j + 2 * h + 1]);
+          } else if constexpr (C::kWhole) {
             __nv_bfloat16* out = static_cast<__nv_bfloat16*>(a.out) + int64_t(t) * a.out_stride + column + 8 * c;
 #pragma unroll
             for (int j = 0; j < kRows / 8; j += 4) {
               uint32_t v[4];
 #pragma unroll
-              for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[4 * (j + i) + 2 * h], acc[4 * (j + i) + 2 * h + 1]);
+              for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[m][4 * (j + i) + 2 * h], acc[m][4 * (j + i) + 2 * h + 1]);
               // Lane c of the quad ends with the eight columns of tile j + c.
               const bool o1 = c & 1, o2 = c & 2;
               uint32_t s = __shfl_xor_sync(~0u, o1 ? v[0] : v[1], 1), u = __shfl_xor_sync(~0u, o1 ? v[2] : v[3], 1);

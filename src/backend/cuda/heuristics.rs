@@ -38,6 +38,10 @@ const KEYS_PER_SPLIT: u64 = 64;
 const VERIFY_TOKENS: u32 = 8;
 /// Tokens of a tile of the tiled dense kernel.
 const TILED_TOKENS: u32 = 128;
+/// Weight rows of a tile of `qkv_gate` in the tiled kernel, and the tokens up to which its tiles hold 128 tokens,
+/// then 256.
+const QKV_TILE_ROWS: u32 = 144;
+const QKV_NARROW_TOKENS: u32 = 512;
 /// Up to this many tokens a tiled projection is split along K: its FP32 partials are written and read again.
 const TILED_SPLIT_TOKENS: u32 = 640;
 /// Keys, and query tokens, of a tile of the tiled attention kernel.
@@ -81,9 +85,14 @@ fn skinny_splits(rows: u32, sm_count: u32) -> u32 {
     (2 * sm_count / (rows / 64)).max(1)
 }
 
-/// 36 tiles of 64 rows: 7 splits. Above 128 tokens 7 splits still are the best up to a few token tiles.
+/// 36 tiles of 64 rows: 7 splits. The tiled kernel's 16 tiles of 144 rows are split as often as still makes one wave.
 fn qkv_gate(tokens: u32, sm_count: u32) -> DensePlan {
-    let splits = if tokens <= TILED_SPLIT_TOKENS { skinny_splits(m::QKV_ROWS, sm_count) } else { 1 };
+    let splits = if tokens <= SKINNY_TOKENS {
+        skinny_splits(m::QKV_ROWS, sm_count)
+    } else {
+        let tile_tokens = if tokens <= QKV_NARROW_TOKENS { TILED_TOKENS } else { 2 * TILED_TOKENS };
+        (sm_count / (m::QKV_ROWS / QKV_TILE_ROWS * tokens.div_ceil(tile_tokens))).max(1)
+    };
     dense(tokens, m::QKV_ROWS, m::HIDDEN, splits, true)
 }
 
@@ -239,7 +248,8 @@ mod tests {
         assert_eq!(splits(1), [7, 1, 4, 8, 16]);
         assert_eq!(splits(64), [7, 1, 4, 2, 16]);
         assert_eq!(splits(128), [7, 1, 4, 2, 32]);
-        assert_eq!(splits(512), [7, 1, 2, 1, 32]);
+        assert_eq!(splits(256), [4, 1, 2, 1, 32]);
+        assert_eq!(splits(512), [2, 1, 2, 1, 32]);
         assert_eq!(splits(2048), [1, 1, 1, 1, 16]);
         assert_eq!(splits(8192), [1, 1, 1, 1, 16]);
         let kv = |key: PlanKey| choose(&key, WeightKind::Nvfp4, SMS).attention.splits;
