@@ -169,6 +169,21 @@ fn device_weights_are_checked_before_they_are_touched() {
     assert_eq!(error.to_string(), "weights: wanted host memory, got device memory");
 }
 
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_build_without_cuda_says_so() {
+    let config = LayerConfig::muse_spark_tp8();
+    let view = |s: &names::Spec| {
+        // SAFETY: nothing follows the address.
+        unsafe { DeviceTensor::contiguous(0x7000_0000_0000, s.dtypes[0], &s.shapes[0]) }
+    };
+    let all = names::specs(&config).into_iter().map(|s| (s.name.to_string(), view(&s)));
+    let weights = LayerWeights::from_device(&config, all).unwrap();
+    let error = DecoderLayer::new(config, weights, Backend::Cuda { device: 0 }).unwrap_err();
+    assert!(matches!(error, Error::NoCuda), "{error}");
+    assert!(error.to_string().contains("build with `--features cuda`, or use the CPU backend"), "{error}");
+}
+
 #[test]
 fn cuda_refuses_other_dimensions_and_missing_devices() {
     let config = LayerConfig::small();

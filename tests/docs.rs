@@ -37,6 +37,11 @@ fn pages() -> Vec<String> {
 
 /// Every file and folder of the tree, relative to the root, without build outputs.
 fn tree() -> BTreeSet<String> {
+    static TREE: std::sync::OnceLock<BTreeSet<String>> = std::sync::OnceLock::new();
+    TREE.get_or_init(walked).clone()
+}
+
+fn walked() -> BTreeSet<String> {
     fn walk(folder: &Path, found: &mut BTreeSet<String>) {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -244,4 +249,45 @@ fn licences_are_of_what_is_locked() {
     for name in names.filter(|n| !n.starts_with('#')) {
         assert!(rows.iter().any(|row| row[1] == name), "{name} is not on the page: run third_party/licences.py");
     }
+}
+
+/// The source of a test module: `gpu::exact` is tests/gpu/exact.rs, `checkpoint::golden` tests/checkpoint/golden.rs,
+/// `cpu_layer` tests/cpu_layer.rs; `lib::device` is every file or folder of src/ of that name.
+fn test_sources(module: &[&str]) -> Vec<String> {
+    if module[0] != "lib" {
+        return vec![format!("tests/{}.rs", module.join("/"))];
+    }
+    let name = module.last().unwrap();
+    let of = |p: &String| {
+        p.starts_with("src/") && (p.ends_with(&format!("/{name}.rs")) || p.ends_with(&format!("/{name}/mod.rs")))
+    };
+    tree().into_iter().filter(of).collect()
+}
+
+#[test]
+fn faults_name_tests_that_exist() {
+    let text = read("docs/faults.md");
+    let public = ["sglang#22800", "flash-attention#2573", "surogate#111", "cuopt#1748", "llama.cpp", "vllm#48066"];
+    assert!(public.iter().all(|report| text.contains(report)), "the table has lost a report");
+    let mut seen = 0;
+    for row in text.lines().filter(|l| l.starts_with("| ") && !l.starts_with("| report") && !l.starts_with("| what |"))
+    {
+        let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
+        let tests = code_spans(cells.last().unwrap());
+        let named: Vec<&String> = tests.iter().filter(|t| t.contains("::")).collect();
+        assert!(!named.is_empty() || tests.iter().any(|t| t == ".ci/run"), "no test stands for: {row}");
+        for test in named {
+            let parts: Vec<&str> = test.split("::").collect();
+            let (name, module) = parts.split_last().unwrap();
+            let found = test_sources(module).iter().any(|p| {
+                root().join(p).exists()
+                    && [format!("fn {name}("), format!("fn {name}<"), format!("pairwise!({name},")]
+                        .iter()
+                        .any(|f| read(p).contains(f))
+            });
+            assert!(found, "docs/faults.md names {test}, which does not exist");
+            seen += 1;
+        }
+    }
+    assert!(seen > 70, "only {seen} tests named");
 }

@@ -50,3 +50,14 @@ fn every_kernel_is_compiled_for_sm_90a_only() {
         assert!(image.code.windows(7).any(|text| text == b"sm_90a "), "an image was not compiled for sm_90a");
     }
 }
+
+/// A program that uses the library starts where there is no driver, and says so when it is asked for a device: the
+/// driver is opened then, not linked.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_driver_is_not_linked() {
+    assert!(!bridge::layouts().is_empty());
+    let mapped = std::fs::read_to_string("/proc/self/maps").unwrap();
+    assert!(mapped.contains("libc.so"), "the maps name libraries");
+    assert!(!mapped.contains("libcuda.so"), "the driver was mapped when the program started");
+}

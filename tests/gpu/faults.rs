@@ -1,7 +1,7 @@
 //! What goes wrong around the layer: no memory, a context lost by this layer or by someone else, drops in any order on
 //! any thread. A lost context is a process's end, so those tests run this program again as a child.
 
-use crate::harness::{gpu, raw, say, spec, step_key, DeviceStep, Gpu};
+use crate::harness::{gpu, raw, spec, step_key, DeviceStep, Gpu};
 use crate::memory::{kernel, Scratch};
 use cudarc::driver::sys;
 use muse_spark_layer::backend::cuda::{Buffer, Device};
@@ -114,58 +114,6 @@ fn drops_in_any_order_on_any_thread() {
     }
     let lost = before.saturating_sub(gpu.device.memory().expect("memory").0);
     assert!(lost < 100 << 20, "{lost} bytes of device memory are not back");
-}
-
-/// Calls from fresh threads, which have no current context, at the same time on workspaces and streams of their own.
-#[test]
-fn threads_share_a_layer() {
-    let Some(gpu) = gpu("faults::threads_share_a_layer") else { return };
-    let kind = LayerKind::Full;
-    let step = gpu.step(&spec("decode-9", kind), 113);
-    let plan = gpu.plan(step_key(&step, kind));
-    let one = || {
-        let on = DeviceStep::new(&gpu, &step);
-        let own = muse_spark_layer::backend::cuda::graph::OwnedStream::new(&gpu.device).expect("a stream");
-        let mut scratch = Scratch::new(&gpu, &plan);
-        gpu.device.synchronize().expect("uploads");
-        for _ in 0..50 {
-            gpu.forward(&plan, scratch.workspace(), &on, own.stream());
-        }
-        own.synchronize().expect("the steps");
-        scratch.intact();
-        on.outputs()
-    };
-    let want = one();
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..4).map(|_| scope.spawn(one)).collect();
-        for thread in threads {
-            assert!(thread.join().expect("a thread") == want, "the bits of a thread alone");
-        }
-    });
-}
-
-/// A second device, where there is one: memory of the first is refused there, and the layer runs on it.
-#[test]
-fn the_second_device() {
-    let Some(gpu) = gpu("faults::the_second_device") else { return };
-    if Device::count().expect("devices") < 2 {
-        return say("  faults::the_second_device: skipped, one GPU");
-    }
-    let weights = LayerWeights::from_host(&gpu.config, gpu.cpu.weights().tensors().view()).expect("weights");
-    let layer = DecoderLayer::new(gpu.config.clone(), weights, Backend::Cuda { device: 1 }).expect("a layer");
-    let kind = LayerKind::Full;
-    let step = gpu.step(&spec("decode-3", kind), 114);
-    let on = DeviceStep::new(&gpu, &step);
-    let plan = layer.plan(step_key(&step, kind)).expect("a plan");
-    let mut workspace = layer.workspace(&plan).expect("a workspace");
-    let refused = layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).expect_err("device 0's");
-    assert!(matches!(refused, Error::Device { wanted: 1, got: 0, .. }), "{refused}");
-    let options = muse_spark_layer::backend::cpu::StepOptions::new(kind, muse_spark_layer::QueryPrecision::Fp16);
-    let run = |layer: &DecoderLayer| {
-        let mut cache = step.cache.clone();
-        layer.forward_host(&step.input.view(), &mut cache.view(), &options).expect("forward")
-    };
-    assert_eq!(run(&layer), run(&gpu.cuda), "the same bits on both");
 }
 
 /// Asserts that an error is a lost context, and gives the call that it names.
