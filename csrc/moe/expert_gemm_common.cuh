@@ -83,24 +83,22 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
 __device__ __forceinline__ float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 // Scales, SwiGLU and stores of 16 rows (group `warp` of tile m_tile) x the unit's tokens; acc as wgmma and mma
-// leave it: [8 tokens][row g: 2c, 2c + 1; row g + 8: 2c, 2c + 1].
+// leave it: [8 tokens][row g: 2c, 2c + 1; row g + 8: 2c, 2c + 1]. scale: the expert's, with SwiGLU the gate's.
 template <int N>
 __device__ __forceinline__ void store_rows(const ExpertGemmParams& p, const Unit& unit, int m_tile, int warp,
-                                           const float (&acc)[N / 2]) {
+                                           const float (&acc)[N / 2], float scale, float up_scale) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   if (p.swiglu) {
-    const float gate_scale = p.scale[unit.expert * 2], up_scale = p.scale[unit.expert * 2 + 1];
     // Positions 8 warp .. + 8 of the tile's 32 in the experts' k order; token g after the transpose.
     __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + int64_t(unit.row + g) * kExpertDim + m_tile * 32 + warp * 8 + c * 2;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-      const float v0 = swiglu(acc[4 * j] * gate_scale, acc[4 * j + 2] * up_scale);
-      const float v1 = swiglu(acc[4 * j + 1] * gate_scale, acc[4 * j + 3] * up_scale);
+      const float v0 = swiglu(acc[4 * j] * scale, acc[4 * j + 2] * up_scale);
+      const float v1 = swiglu(acc[4 * j + 1] * scale, acc[4 * j + 3] * up_scale);
       const uint32_t packed = transpose_8x8(pack_bf16(v0, v1));
       if (8 * j + g < unit.tokens) *reinterpret_cast<uint32_t*>(out + int64_t(8 * j) * kExpertDim) = packed;
     }
   } else {
-    const float scale = p.scale[unit.expert];
     const int64_t at = int64_t(unit.row + 2 * c) * kExpertDim + m_tile * 64 + warp * 16 + g * 2;
     __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + at;
     float* out_f32 = static_cast<float*>(p.out) + int64_t(unit.split) * p.route_bound * kExpertDim + at;
@@ -116,6 +114,12 @@ __device__ __forceinline__ void store_rows(const ExpertGemmParams& p, const Unit
       }
     }
   }
+}
+template <int N>
+__device__ __forceinline__ void store_rows(const ExpertGemmParams& p, const Unit& unit, int m_tile, int warp,
+                                           const float (&acc)[N / 2]) {
+  const float* scale = p.scale + (p.swiglu ? 2 * unit.expert : unit.expert);
+  store_rows<N>(p, unit, m_tile, warp, acc, scale[0], p.swiglu ? scale[1] : 0.0f);
 }
 
 }  // namespace expert

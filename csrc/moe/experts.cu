@@ -40,20 +40,13 @@ Shape choose(const ExpertGemmParams& p) {
 
 int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
   if (p.route_bound == 0) return 0;
+  if (shape == Shape::kFew) return launch_few(p, l);
   if (!encode_tiled) return static_cast<int>(cudaErrorNotReady);  // prepare_experts() was not called
   GemmArgs a{};
   a.p = p;
   const cuuint64_t row_bytes = kExpertDim * 2, rows = p.route_bound;
   {
     const cuuint64_t dims[3] = {64, rows, kExpertDim / 64}, strides[2] = {row_bytes, 128};
-    if (shape == Shape::kFew) {
-      for (int i = 0; i < 4; i++) {
-        const cuuint32_t box[3] = {64, 1u << i, 4};
-        if (const int error = encode(&a.few[i], p.x, 3, dims, strides, box)) return error;
-      }
-      a.blocks = (p.swiglu ? 2 * kExpertDim : kExpertDim) / 64;
-      return launch_few(a, l);
-    }
     const cuuint32_t box[3] = {64, 8, static_cast<cuuint32_t>(box_tiles(shape, p.weight_kind))};
     if (const int error = encode(&a.tokens8, p.x, 3, dims, strides, box)) return error;
   }

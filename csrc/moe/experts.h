@@ -10,7 +10,7 @@ int prepare_experts();  // opt-in shared memory, first touch, the tensor-map enc
 namespace expert {
 // Which kernel serves a launch. The choice (experts.cu) follows from the parameters alone.
 enum class Shape : int {
-  kFew = 1,   // one or two experts' worth of tokens: 64 weight rows a unit, mma, small shared memory
+  kFew = 1,   // at most 8 tokens an expert: 64 weight rows a unit, mma
   kWide = 2,  // prefill, and BF16 weights: 128 rows x up to 256 tokens
   kTall = 3,  // tens of tokens an expert: 256 rows x up to 64 tokens, NVFP4 only
 };
@@ -19,12 +19,11 @@ enum class Shape : int {
 struct GemmArgs {
   ExpertGemmParams p;
   int32_t blocks;         // 64-row tiles of an expert's matrix
-  CUtensorMap few[4];     // the few-token kernel's: x as below, boxes of 64 x 1, 2, 4, 8 x 4 k tiles
   CUtensorMap tokens8;    // x as (64 columns, rows, 64 groups of columns); box 64 x 8 x (k tiles of a stage)
   CUtensorMap tokens[3];  // x as (4096 columns, rows); boxes of 64 x 16, 32, 64
 };
 
-int launch_few(const GemmArgs&, const Launch&);
+int launch_few(const ExpertGemmParams&, const Launch&);
 int launch_wide(const GemmArgs&, const Launch&);
 int launch_tall(const GemmArgs&, const Launch&);
 int box_tiles(Shape, int weight_kind);  // k tiles of a box of `tokens8`

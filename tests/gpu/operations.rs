@@ -6,6 +6,7 @@ use crate::memory::Scratch;
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, attn_boundary as cpu_attn_boundary, AttnBoundary, TapValues};
 use muse_spark_layer::routing::{route_score, ExpertLists};
+use muse_spark_layer::synthetic::StepSpec;
 use muse_spark_layer::{LayerKind, Plan, PlanKey, QueryPrecision, Stream};
 use rstest::rstest;
 use std::collections::HashSet;
@@ -168,6 +169,14 @@ pub fn experts(gpu: &Gpu, run: &Run, _kind: LayerKind) {
         let routed = lists.route_token.contains(&t);
         assert_eq!(row.iter().any(|v| *v != 0.0), routed, "token {t}: zeros exactly where no route is local");
     }
+}
+
+/// The few-token experts at the counts of tokens that no step has.
+#[rstest]
+fn experts_of_few_tokens(#[values(2, 4, 5, 6, 7, 10, 12, 16)] tokens: usize) {
+    let Some(guard) = gpu("operations::experts_of_few_tokens") else { return };
+    let spec = StepSpec::new(tokens, 1, 40, LayerKind::Sliding);
+    experts(&guard, &guard.run_step(&spec, QueryPrecision::Fp16, 12), LayerKind::Sliding);
 }
 
 /// unpooler: the slice at up to 8 tokens, zeros beside it.

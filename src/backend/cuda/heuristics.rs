@@ -15,10 +15,9 @@ pub const SKINNY_TOKENS: u32 = 128;
 pub const ROUTER_ROWS_TOKENS: u32 = 64;
 /// Query lengths above this take the tiled attention kernel.
 pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
-/// Up to this many tokens the experts take the few-token kernel: none. Alone it is quicker on one to three
-/// experts (w13 and w2 in a chain 17.4, 21.6 and 31.2 us; the other 21.2, 26.5 and 35.6), but a whole step of
-/// one token takes 93 to 107 us with it and 87 to 101 with the other.
-pub const FEW_TOKENS: u32 = 0;
+/// Up to this many tokens the experts take the few-token kernel, which holds 8 of an expert at once: at 16 tokens, with
+/// 41 routes on 10 experts, it takes 88 us and the other 83.
+pub const FEW_TOKENS: u32 = 8;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
 /// Up to this many tokens one pass covers every route there can be.
@@ -194,7 +193,7 @@ fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind) -> ExpertPl
     ExpertPlan {
         weight_kind,
         few,
-        // 64 tiles of 64 rows an expert: with one or two experts touched, 2 splits keep the SMs busy.
+        // 64 tiles of 64 rows an expert: with 2 splits an expert is one unit a SM, as in w13.
         w2_splits: if few { 2 } else { 1 },
         route_bound,
         passes: all.div_ceil(route_bound).max(1),
