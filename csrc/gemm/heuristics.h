@@ -6,7 +6,7 @@
 // 128 tokens, of an earlier run of the same day below.
 //
 //   tokens                 1            16           64           128          256          512
-//   qkv_gate  (7 splits)   9.5 (15.2)   10.3 (14.9)  11.8 (16.3)  13.6 (18.9)  22.8 (21.1)  38.0 (30.2)
+//   qkv_gate  (7; 4, 2)    9.5 (15.2)   10.3 (14.9)  11.8 (16.3)  13.6 (18.9)  22.7 (22.6)  36.8 (31.2)
 //   o         (1)          5.3 (6.9)    5.6 (6.9)    6.4 (7.2)    8.2 (8.9)    12.2 (11.0)  17.5 (16.1)
 //   pooler    (4; 2, 2)    16.9 (22.1)  18.0 (22.5)  19.6 (24.6)  21.6 (28.1)  30.6 (30.8)  51.6 (46.0)
 //   unpooler  (2; 1, 1)    17.1 (19.5)  18.0 (19.9)  19.5 (21.4)  21.0 (22.6)  30.3 (28.3)  48.3 (46.4)
@@ -14,7 +14,7 @@
 //
 //   The four in a chain: 130 MB at one token 33.5 us (3.9 TB/s), 189 MB at 16 / 32 / 64 / 128 tokens 49 / 51 / 54 /
 //   63 us. 8192 tokens, medians of three runs in turn with cuBLAS's: o 213 (217), unpooler 827 (840), pooler 788
-//   (803), qkv_gate 460 (443); qkv_gate at 2048 tokens 133 (100). One projection's best run differs from its median
+//   (803), qkv_gate 408 (382, another run), at 2048 tokens 102 (97). One projection's best run differs from its median
 //   by up to 10%: the power limit sets the clock (1.3 to 1.6 GHz). The mainloop takes 1028 clocks a step of 1024.
 //
 // What did not help: clusters sharing the skinny kernel's token tiles; two m-tiles a CTA; a token ring shallower
