@@ -65,12 +65,7 @@ impl DecoderLayer {
         config.validate()?;
         let has_next_norm = weights.has_next_norm();
         let engine = match backend {
-            Backend::Cpu => {
-                let Some(tensors) = weights.into_host() else {
-                    return Err(Error::Memory { tensor: "weights".into(), wanted: "host", got: "device" });
-                };
-                Engine::Cpu(CpuLayer::new(config.clone(), tensors)?)
-            }
+            Backend::Cpu => Engine::Cpu(CpuLayer::new(config.clone(), weights.into_host()?)?),
             Backend::Cuda { device } => cuda_engine(device, &config, &weights)?,
         };
         Ok(DecoderLayer { config, has_next_norm, engine })

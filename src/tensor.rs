@@ -133,6 +133,11 @@ fn to_bytes<T: Plain>(x: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), std::mem::size_of_val(x)) }
 }
 
+fn to_bytes_mut<T: Plain>(x: &mut [T]) -> &mut [u8] {
+    // SAFETY: as in `to_bytes`, and every bit pattern is a value of a `Plain` type.
+    unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), std::mem::size_of_val(x)) }
+}
+
 fn from_bytes<T: Plain>(bytes: &[u8]) -> Option<&[T]> {
     // SAFETY: every bit pattern is a value of a `Plain` type; `align_to` keeps to aligned elements.
     let (head, middle, tail) = unsafe { bytes.align_to::<T>() };
@@ -178,6 +183,32 @@ impl<'a> HostTensor<'a> {
             HostData::E4m3(x) | HostData::U8(x) => x,
             HostData::I32(x) => to_bytes(x),
             HostData::I64(x) => to_bytes(x),
+        }
+    }
+
+    /// Zeros.
+    pub(crate) fn zeros(dtype: DType, shape: &[usize]) -> HostTensor<'static> {
+        let n = shape.iter().product();
+        match dtype {
+            DType::F32 => HostTensor::f32(shape, vec![0.0; n]),
+            DType::Bf16 => HostTensor::bf16(shape, vec![bf16::ZERO; n]),
+            DType::F16 => HostTensor::f16(shape, vec![f16::ZERO; n]),
+            DType::E4m3 => HostTensor::e4m3(shape, vec![0; n]),
+            DType::U8 => HostTensor::u8(shape, vec![0; n]),
+            DType::I32 => HostTensor::i32(shape, vec![0; n]),
+            DType::I64 => HostTensor::i64(shape, vec![0; n]),
+        }
+    }
+
+    /// The elements as bytes to be written, in this machine's order. Borrowed elements are copied first.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        match &mut self.data {
+            HostData::F32(x) => to_bytes_mut(x.to_mut()),
+            HostData::Bf16(x) => to_bytes_mut(x.to_mut()),
+            HostData::F16(x) => to_bytes_mut(x.to_mut()),
+            HostData::E4m3(x) | HostData::U8(x) => x.to_mut(),
+            HostData::I32(x) => to_bytes_mut(x.to_mut()),
+            HostData::I64(x) => to_bytes_mut(x.to_mut()),
         }
     }
 

@@ -95,6 +95,8 @@ fn write_seeds() {
             bf16_ends,
             seed: 1,
             shard_bytes: 1 << 30,
+            only_layers: None,
+            only_experts: None,
         };
         synth::write(&dir, &spec, &|_| ()).unwrap();
         let read = |file: &str| std::fs::read(dir.join(file)).unwrap();

@@ -2,21 +2,25 @@
 //! one rank at a time.
 //!
 //! [`Checkpoint::open`] reads configuration, index and headers and maps the shards.
-//! [`Checkpoint::layer`] gives a rank's part of a layer under the crate's names ([`super::names`]): row
+//! [`Checkpoint::load_layers`] takes a rank's part of many layers to a backend, straight from the map: to a GPU
+//! through a bounded ring of pinned memory, without any other copy on the host.
+//! [`Checkpoint::layer`] gives a layer's part as host tensors under the crate's names ([`super::names`]): row
 //! slices are views of the map; only what has to be permuted, fused or cut by columns is copied (`qkv_gate`
 //! and `o`, 55 MB of a released layer's 1.1 GB). All methods take `&self` and may run on many threads at
-//! once. Errors name the file, the tensor, what was wanted and what was found; a layer is given whole or
-//! not at all.
+//! once. Errors name the file, the tensor, what was wanted and what was found; layers are given whole, all
+//! that were asked for, or not at all.
 //!
 //! ```no_run
 //! use muse_spark_layer::weights::Checkpoint;
-//! use muse_spark_layer::{Backend, DecoderLayer};
+//! use muse_spark_layer::Backend;
 //!
 //! # fn main() -> muse_spark_layer::Result<()> {
 //! let checkpoint = Checkpoint::open("Muse-Spark-Open-NVFP4")?;
 //! let (rank, ranks) = (3, 8);
-//! let layers = checkpoint.load(0..checkpoint.model().layers.len(), rank, ranks, |_, layer| {
-//!     DecoderLayer::new(layer.config, layer.weights, Backend::Cuda { device: 3 })
+//! let all = 0..checkpoint.model().layers.len();
+//! let total = checkpoint.bytes(all.clone(), rank, ranks)?;
+//! let layers = checkpoint.load_layers(all, rank, ranks, Backend::Cuda { device: 3 }, &|bytes| {
+//!     println!("{bytes} more of {total} bytes");
 //! })?;
 //! # Ok(())
 //! # }
@@ -32,10 +36,12 @@
 
 mod config;
 mod files;
+mod load;
 mod parts;
 pub mod synth;
 
 pub use config::{ModelConfig, ModelLayer};
+pub use load::LoadedLayer;
 pub use parts::Part;
 
 use crate::config::{LayerConfig, LayerKind, WeightKind};
@@ -43,16 +49,11 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, HostTensor};
 use crate::weights::LayerWeights;
 use files::{Entry, Files};
-use rayon::prelude::*;
 use std::fmt::Display;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Prefixes of the text model's layers: inside the multimodal model, and alone.
 const PREFIXES: [&str; 2] = ["model.language_model.layers.", "model.layers."];
-
-/// Layers that [`Checkpoint::load`] has in hand at a time.
-const AT_ONCE: usize = 4;
 
 pub(crate) fn fault(path: &Path, what: &str, wanted: impl Display, got: impl Display) -> Error {
     Error::Checkpoint { path: path.into(), what: what.into(), wanted: wanted.to_string(), got: got.to_string() }
@@ -131,29 +132,10 @@ impl Checkpoint {
     pub fn layer(&self, layer: usize, rank: usize, ranks: usize) -> Result<CheckpointLayer<'_>> {
         let config = self.layer_config(layer, ranks)?;
         let sources = self.sources(&config, layer, rank, ranks)?;
-        let tensors = self.assemble(&config, &sources)?;
+        let tensors = self.assemble(&sources)?;
         let weights = LayerWeights::from_host(&config, tensors)?;
         let local_start = (rank * config.local_experts) as i32;
         Ok(CheckpointLayer { kind: self.model.layers[layer].kind, local_start, weights, config })
-    }
-
-    /// Takes many layers in parallel, a few at a time, so that the host holds the copies of those few only:
-    /// `take` gets each with its index (and puts it on a device, for one) and returns what is kept. The first
-    /// error ends it, and nothing is kept then.
-    pub fn load<T: Send>(
-        &self,
-        layers: Range<usize>,
-        rank: usize,
-        ranks: usize,
-        take: impl Fn(usize, CheckpointLayer<'_>) -> Result<T> + Sync,
-    ) -> Result<Vec<T>> {
-        let all: Vec<usize> = layers.collect();
-        let mut kept = Vec::with_capacity(all.len());
-        for some in all.chunks(AT_ONCE) {
-            let taken = some.par_iter().map(|&l| take(l, self.layer(l, rank, ranks)?));
-            kept.append(&mut taken.collect::<Result<Vec<T>>>()?);
-        }
-        Ok(kept)
     }
 
     /// A layer's own `input_layernorm` weight `w` (used as `1 + w`): layer 0's makes the first attention

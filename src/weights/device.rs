@@ -1,16 +1,22 @@
 //! The CUDA backend's form of a layer's weights: matrices packed for the kernels, vectors in FP32.
 //!
-//! Packing runs on the device. Host arrays are uploaded one tensor at a time; device tensors are read
-//! where they lie, and may be freed once `DeviceWeights::new` is back.
+//! Packing runs on the device. From the host, matrices come in cuts of a few megabytes through the ring of
+//! `backend/cuda/staging.rs`, many at a time: a thread gathers a cut's rows in pinned memory, and their copy and
+//! the kernel that packs them are queued behind each other. Device tensors are read where they lie, and may be
+//! freed once `DeviceWeights::new` is back.
 #![allow(unsafe_code)]
 
 use crate::backend::cuda::bridge;
 use crate::backend::cuda::params::{Launch, PackDenseParams, PackExpertsParams, PackRouterParams};
+use crate::backend::cuda::staging::SLOT_BYTES;
 use crate::backend::cuda::{model as m, Buffer, Device};
 use crate::config::{LayerConfig, WeightKind};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, HostTensor};
-use crate::weights::{derived, LayerWeights, Source};
+use crate::tensor::{DType, DeviceTensor};
+use crate::weights::cuts::{Cut, Matrix};
+use crate::weights::pieces::Pieces;
+use crate::weights::{derived, nvfp4, safetensors, LayerWeights, Source};
+use rayon::prelude::*;
 use std::ffi::c_void;
 
 /// Bytes of a packed 64 x 64 tile of an expert matrix: 2048 of codes and 256 of scales, or BF16.
@@ -66,50 +72,108 @@ pub(crate) struct DeviceWeights {
     pub inv_freq: Buffer,
 }
 
-/// A tensor of the source on the device: where it lies, or a copy that lives as long as this.
-struct Staged {
-    ptr: u64,
-    _copy: Option<Buffer>,
+/// How a matrix is packed.
+enum Form<'p> {
+    /// As it is, row by row.
+    Rows(&'p Buffer),
+    /// As 64 x 64 tiles.
+    Dense(&'p Buffer),
+    /// As an expert matrix, with `per` FP32 global scales an expert at `global` (0: none).
+    Experts { packed: &'p Experts, kind: WeightKind, global: u64, per: usize },
+}
+
+/// A matrix to be packed.
+struct Packing<'p> {
+    /// The source's tensors, which have the matrix's rows, each with the bytes of one: weights, block scales.
+    tensors: Vec<(&'static str, usize)>,
+    matrix: Matrix,
+    k: u32,
+    form: Form<'p>,
+}
+
+impl Packing<'_> {
+    /// Queues the packing of `cut` from compact copies of its rows, at `sources`. `bad` is one zeroed i32.
+    fn launch(&self, cut: &Cut, sources: &[u64], bad: u64, launch: &Launch) -> Result<()> {
+        let (row, rows) = (self.matrix.packed_row(cut) as u64, self.matrix.rows_of(cut));
+        match &self.form {
+            Form::Rows(_) => Ok(()),
+            Form::Dense(packed) => {
+                let params = PackDenseParams {
+                    src: sources[0] as *const c_void,
+                    dst: (packed.ptr() + row * self.k as u64 * 2) as *mut c_void,
+                    rows: rows as i32,
+                    k: self.k as i32,
+                };
+                // SAFETY: both hold rows x k BF16; the shape of the tensor was checked by its name.
+                unsafe { bridge::pack_dense(&params, launch) }
+            }
+            Form::Experts { packed, kind, global, per } => {
+                let tiles = row / 64 * (self.k as u64 / 64);
+                let (first, per_packed) = (cut.experts.start as u64, self.matrix.halves as u64);
+                let global = if *global == 0 { 0 } else { global + 4 * first * *per as u64 };
+                let params = PackExpertsParams {
+                    codes: sources[0] as *const c_void,
+                    block_scale: sources.get(1).map_or(0, |s| *s) as *const c_void,
+                    global_scale: global as *const f32,
+                    dst: (packed.weight.ptr() + tiles * expert_tile_bytes(*kind)) as *mut c_void,
+                    scale: (packed.scale.ptr() + 4 * first * per_packed) as *mut f32,
+                    bad_scale: bad as *mut i32,
+                    experts: cut.experts.len() as i32,
+                    rows: rows as i32,
+                    k: self.k as i32,
+                    swiglu: (self.matrix.halves == 2) as i32,
+                    weight_kind: (*kind == WeightKind::Bf16) as i32,
+                    scales_per_expert: *per as i32,
+                };
+                // SAFETY: the sources' shapes were checked by their names; a cut's tiles follow each other from
+                // `dst` on in a buffer sized for all. Cuts of one expert write the same global scales.
+                unsafe { bridge::pack_experts(&params, launch) }
+            }
+        }
+    }
 }
 
 struct Packer<'a> {
     device: &'a Device,
     source: &'a Source<'a>,
-    launch: Launch,
+    progress: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Packer<'_> {
-    fn stage(&self, name: &str) -> Result<Staged> {
-        match self.source {
-            Source::Host(tensors) => {
-                let copy = self.device.upload(tensors.get(name)?.bytes())?;
-                Ok(Staged { ptr: copy.ptr(), _copy: Some(copy) })
-            }
-            Source::Device(tensors) => {
-                let tensor = tensors.get(name).ok_or_else(|| Error::Missing { tensor: name.into() })?;
-                self.device.check_pointer(name, tensor.ptr())?;
-                Ok(Staged { ptr: tensor.ptr(), _copy: None })
-            }
+    fn on_device(&self, name: &str) -> Result<Option<&DeviceTensor>> {
+        let Source::Device(tensors) = self.source else { return Ok(None) };
+        let tensor = tensors.get(name).ok_or_else(|| Error::Missing { tensor: name.into() })?;
+        self.device.check_pointer(name, tensor.ptr())?;
+        Ok(Some(tensor))
+    }
+
+    fn on_host(&self, name: &str) -> Result<Pieces<'_>> {
+        let pieces = match self.source {
+            Source::Host(tensors) => tensors.0.get(name).map(Pieces::of),
+            Source::Files(tensors) => tensors.get(name).cloned(),
+            Source::Device(_) => None,
+        };
+        pieces.ok_or_else(|| Error::Missing { tensor: name.into() })
+    }
+
+    /// A tensor's type, shape and bytes, read from wherever it is.
+    fn read(&self, name: &str) -> Result<(DType, Vec<usize>, Vec<u8>)> {
+        if let Some(t) = self.on_device(name)? {
+            let mut bytes = vec![0; t.len() * t.dtype().size()];
+            self.device.read(t.ptr(), &mut bytes)?;
+            return Ok((t.dtype(), t.shape().to_vec(), bytes));
         }
+        let t = self.on_host(name)?;
+        let mut bytes = vec![0; t.bytes()];
+        t.copy(0, &mut bytes);
+        (self.progress)(bytes.len() as u64);
+        Ok((t.dtype, t.shape, bytes))
     }
 
     /// A floating-point vector on the host, as FP32.
     fn host(&self, name: &str) -> Result<Vec<f32>> {
-        match self.source {
-            Source::Host(tensors) => tensors.get(name)?.to_f32(name),
-            Source::Device(tensors) => {
-                let tensor = tensors.get(name).ok_or_else(|| Error::Missing { tensor: name.into() })?;
-                self.device.check_pointer(name, tensor.ptr())?;
-                let mut bytes = vec![0; tensor.len() * tensor.dtype().size()];
-                self.device.read(tensor.ptr(), &mut bytes)?;
-                // Through a copy: the bytes of a `Vec<u8>` need not be aligned for FP32.
-                let values = match tensor.dtype() {
-                    DType::Bf16 => HostTensor::bf16(tensor.shape(), words::<2, _>(&bytes, half::bf16::from_le_bytes)),
-                    _ => HostTensor::f32(tensor.shape(), words::<4, _>(&bytes, f32::from_le_bytes)),
-                };
-                values.to_f32(name)
-            }
-        }
+        let (dtype, shape, bytes) = self.read(name)?;
+        safetensors::tensor(name, dtype, &shape, &bytes)?.to_f32(name)
     }
 
     fn upload(&self, values: &[f32]) -> Result<Buffer> {
@@ -122,82 +186,91 @@ impl Packer<'_> {
         self.upload(&derived::one_plus(&self.host(name)?))
     }
 
-    fn dense(&self, name: &str, rows: u32, k: u32) -> Result<Buffer> {
-        let src = self.stage(name)?;
-        let dst = self.device.allocate(rows as u64 * k as u64 * 2)?;
-        let params = PackDenseParams {
-            src: src.ptr as *const c_void,
-            dst: dst.ptr() as *mut c_void,
-            rows: rows as i32,
-            k: k as i32,
-        };
-        // SAFETY: both hold rows x k BF16; the shape of `src` was checked by its name.
-        unsafe { bridge::pack_dense(&params, &self.launch)? };
-        self.device.synchronize()?;
-        Ok(dst)
+    /// Global scales of expert matrix `name` on the device, and how many an expert has.
+    fn global_scales(&self, name: &'static str) -> Result<(Buffer, usize)> {
+        let (_, shape, bytes) = self.read(name)?;
+        Ok((self.device.upload(&bytes)?, shape.get(1).copied().unwrap_or(1)))
     }
 
-    fn router_planes(&self, rows: &Buffer) -> Result<Buffer> {
-        let dst = self.device.allocate(3 * rows.bytes() / 2)?;
-        let params = PackRouterParams { src: rows.ptr() as *const f32, dst: dst.ptr() as *mut c_void };
-        // SAFETY: FP32 [256][8192] to three BF16 planes of as many elements.
-        unsafe { bridge::pack_router(&params, &self.launch)? };
-        self.device.synchronize()?;
-        Ok(dst)
-    }
-
-    /// FP32 values as they are, in memory of the crate's own.
-    fn kept(&self, name: &str) -> Result<Buffer> {
-        self.upload(&self.host(name)?)
-    }
-
-    fn experts(&self, name: &'static str, kind: WeightKind, rows: u32) -> Result<Experts> {
-        let (experts, k, swiglu) = (m::LOCAL_EXPERTS, m::EXPERT_DIM, name == "w13");
-        let codes = self.stage(name)?;
-        let names = [format!("{name}_sf"), format!("{name}_gs")];
-        let (block_scale, global_scale, scales_per_expert) = match kind {
-            WeightKind::Bf16 => (None, None, 1),
-            WeightKind::Nvfp4 => {
-                let per_expert = self.elements(&names[1])? / experts as usize;
-                (Some(self.stage(&names[0])?), Some(self.stage(&names[1])?), per_expert as i32)
-            }
-        };
-        let tiles = experts as u64 * (rows as u64 / 64) * (k as u64 / 64);
-        let weight = self.device.allocate(tiles * expert_tile_bytes(kind))?;
-        let scale = self.device.allocate(4 * experts as u64 * if swiglu { 2 } else { 1 })?;
-        let bad = self.device.upload(&0i32.to_le_bytes())?;
-        let params = PackExpertsParams {
-            codes: codes.ptr as *const c_void,
-            block_scale: block_scale.as_ref().map_or(0, |s| s.ptr) as *const c_void,
-            global_scale: global_scale.as_ref().map_or(0, |s| s.ptr) as *const f32,
-            dst: weight.ptr() as *mut c_void,
-            scale: scale.ptr() as *mut f32,
-            bad_scale: bad.ptr() as *mut i32,
-            experts: experts as i32,
-            rows: rows as i32,
-            k: k as i32,
-            swiglu: swiglu as i32,
-            weight_kind: (kind == WeightKind::Bf16) as i32,
-            scales_per_expert,
-        };
-        // SAFETY: the sources' shapes were checked by their names; `weight` and `scale` are sized for the
-        // packed form.
-        unsafe { bridge::pack_experts(&params, &self.launch)? };
-        let mut found = [0; 4];
-        bad.read(&mut found)?;
-        match i32::from_le_bytes(found) {
-            0 => Ok(Experts { weight, scale }),
-            at => Err(Error::NanScale { tensor: names[0].clone(), index: at as usize - 1 }),
-        }
-    }
-
-    fn elements(&self, name: &str) -> Result<usize> {
-        let missing = || Error::Missing { tensor: name.into() };
+    /// Packs all of them and waits for it.
+    fn pack(&self, all: &[Packing]) -> Result<()> {
         match self.source {
-            Source::Host(tensors) => tensors.get(name).map(|t| t.len()),
-            Source::Device(tensors) => tensors.get(name).map(|t| t.len()).ok_or_else(missing),
+            Source::Device(_) => self.pack_in_place(all),
+            _ => self.pack_staged(all),
         }
     }
+
+    fn pack_in_place(&self, all: &[Packing]) -> Result<()> {
+        // The tensors may still be in the making on some stream; packing runs on the legacy stream.
+        self.device.synchronize()?;
+        let launch = Launch { stream: std::ptr::null_mut(), sm_count: self.device.sm_count() as i32, dependent: 0 };
+        let cuts: Vec<(usize, Cut)> = all.iter().map(|p| p.matrix.whole()).enumerate().collect();
+        let bad = self.device.upload(&vec![0; 4 * cuts.len()])?;
+        for (i, cut) in &cuts {
+            let p = &all[*i];
+            let mut sources = Vec::new();
+            for (name, _) in &p.tensors {
+                sources.extend(self.on_device(name)?.map(DeviceTensor::ptr));
+            }
+            if let Form::Rows(buffer) = &p.form {
+                buffer.write(&self.read(p.tensors[0].0)?.2)?;
+            }
+            p.launch(cut, &sources, bad.ptr() + 4 * *i as u64, &launch)?;
+        }
+        refuse_nan(all, &cuts, &bad)
+    }
+
+    fn pack_staged(&self, all: &[Packing]) -> Result<()> {
+        let staging = self.device.staging()?;
+        let mut cuts: Vec<(usize, Cut)> = Vec::new();
+        let mut tensors: Vec<Vec<Pieces>> = Vec::new();
+        for (i, p) in all.iter().enumerate() {
+            let row_bytes = p.tensors.iter().map(|(_, row)| row).sum();
+            cuts.extend(p.matrix.cuts(row_bytes, SLOT_BYTES).into_iter().map(|cut| (i, cut)));
+            tensors.push(p.tensors.iter().map(|(name, _)| self.on_host(name)).collect::<Result<_>>()?);
+        }
+        let bad = self.device.upload(&vec![0; 4 * cuts.len()])?;
+        // Small uploads from pageable memory are only queued when they return; the slots' streams wait for none.
+        self.device.synchronize_stream(0)?;
+        let queued = cuts.par_iter().enumerate().with_max_len(1).try_for_each(|(n, (i, cut))| {
+            let p = &all[*i];
+            let mut slot = staging.take()?;
+            let (mut at, mut sources) = (0, Vec::with_capacity(2));
+            for ((_, row), tensor) in p.tensors.iter().zip(&tensors[*i]) {
+                sources.push(slot.device_ptr() + at as u64);
+                for rows in p.matrix.sources(cut) {
+                    let bytes = rows.len() * row;
+                    tensor.copy(rows.start * row, &mut slot.bytes()[at..at + bytes]);
+                    at += bytes;
+                }
+            }
+            if let Form::Rows(buffer) = &p.form {
+                slot.copy_to(buffer.ptr() + (p.matrix.packed_row(cut) * p.tensors[0].1) as u64, at)?;
+            } else {
+                slot.upload(at)?;
+                let _current = self.device.make_current()?;
+                p.launch(cut, &sources, bad.ptr() + 4 * n as u64, &slot.launch())?;
+            }
+            drop(slot);
+            (self.progress)(at as u64);
+            Ok(())
+        });
+        // Also after an error: what was queued writes into memory that would be freed.
+        staging.wait().and(queued)?;
+        refuse_nan(all, &cuts, &bad)
+    }
+}
+
+/// A NaN that packing `cuts` found, as an error; `bad` has 1 + its place in each cut, 0 for none.
+fn refuse_nan(all: &[Packing], cuts: &[(usize, Cut)], bad: &Buffer) -> Result<()> {
+    let mut found = vec![0; 4 * cuts.len()];
+    bad.read(&mut found)?;
+    let mut places = cuts.iter().zip(words(&found, i32::from_le_bytes)).filter(|(_, place)| *place != 0);
+    let Some(((i, cut), place)) = places.next() else { return Ok(()) };
+    let (p, block) = (&all[*i], place as usize - 1);
+    let blocks = p.k as usize / nvfp4::BLOCK;
+    let index = p.matrix.source(cut, block / blocks) * blocks + block % blocks;
+    Err(Error::NanScale { tensor: p.tensors[1].0.into(), index })
 }
 
 fn words<const N: usize, T>(bytes: &[u8], from: fn([u8; N]) -> T) -> Vec<T> {
@@ -205,27 +278,78 @@ fn words<const N: usize, T>(bytes: &[u8], from: fn([u8; N]) -> T) -> Vec<T> {
 }
 
 impl DeviceWeights {
-    /// Packs `weights` for `device`. Synchronises the device; not for capture.
+    /// Packs `weights` for `device` and waits for it; not for capture. On an error nothing stays allocated.
     pub fn new(device: &Device, config: &LayerConfig, weights: &LayerWeights) -> Result<DeviceWeights> {
         m::check_dimensions(config)?;
         let _current = device.make_current()?;
-        // Device tensors may still be in the making on some stream; packing runs on the legacy stream.
-        device.synchronize()?;
+        let p = Packer { device, source: &weights.source, progress: weights.progress.0 };
+        let matrix = |rows: u32, k: u32| device.allocate(rows as u64 * k as u64 * 2);
+        let (experts, k) = (m::LOCAL_EXPERTS as u64, m::EXPERT_DIM);
+        let packed = |rows: u32, scales: u64| -> Result<Experts> {
+            let tiles = experts * (rows as u64 / 64) * (k as u64 / 64);
+            let weight = device.allocate(tiles * expert_tile_bytes(config.experts))?;
+            Ok(Experts { weight, scale: device.allocate(4 * experts * scales)? })
+        };
+        let qkv_gate = matrix(m::QKV_ROWS, m::HIDDEN)?;
+        let o = matrix(m::HIDDEN, m::Q_SIZE)?;
+        let router = device.allocate(m::EXPERTS as u64 * m::HIDDEN as u64 * 4)?;
+        let pooler = matrix(m::EXPERT_DIM, m::HIDDEN)?;
+        let unpooler = matrix(m::HIDDEN, m::EXPERT_DIM)?;
+        let (w13, w2) = (packed(2 * k, 2)?, packed(k, 1)?);
+
+        let dense = |name, rows: u32, k: u32, form| {
+            let bytes = if matches!(form, Form::Rows(_)) { 4 } else { 2 };
+            let matrix = Matrix { experts: 1, rows: rows as usize, halves: 1 };
+            Packing { tensors: vec![(name, k as usize * bytes)], matrix, k, form }
+        };
+        let mut all = vec![
+            dense("qkv_gate", m::QKV_ROWS, m::HIDDEN, Form::Dense(&qkv_gate)),
+            dense("o", m::HIDDEN, m::Q_SIZE, Form::Dense(&o)),
+            dense("router", m::EXPERTS, m::HIDDEN, Form::Rows(&router)),
+            dense("pooler", m::EXPERT_DIM, m::HIDDEN, Form::Dense(&pooler)),
+            dense("unpooler", m::HIDDEN, m::EXPERT_DIM, Form::Dense(&unpooler)),
+        ];
+        // Until packing is done.
+        let mut global_scales = Vec::new();
+        for (names, packed, rows, halves) in
+            [(["w13", "w13_sf", "w13_gs"], &w13, 2 * k, 2), (["w2", "w2_sf", "w2_gs"], &w2, k, 1)]
+        {
+            let (kind, matrix) = (config.experts, Matrix { experts: experts as usize, rows: rows as usize, halves });
+            let (k, bytes) = (m::EXPERT_DIM, m::EXPERT_DIM as usize);
+            all.push(match kind {
+                WeightKind::Bf16 => {
+                    let form = Form::Experts { packed, kind, global: 0, per: 1 };
+                    Packing { tensors: vec![(names[0], 2 * bytes)], matrix, k, form }
+                }
+                WeightKind::Nvfp4 => {
+                    let (scales, per) = p.global_scales(names[2])?;
+                    let form = Form::Experts { packed, kind, global: scales.ptr(), per };
+                    global_scales.push(scales);
+                    let tensors = vec![(names[0], bytes / 2), (names[1], bytes / nvfp4::BLOCK)];
+                    Packing { tensors, matrix, k, form }
+                }
+            });
+        }
+        p.pack(&all)?;
+        drop((all, global_scales));
+
+        let router_planes = device.allocate(3 * router.bytes() / 2)?;
+        let params = PackRouterParams { src: router.ptr() as *const f32, dst: router_planes.ptr() as *mut c_void };
         let launch = Launch { stream: std::ptr::null_mut(), sm_count: device.sm_count() as i32, dependent: 0 };
-        let p = Packer { device, source: &weights.source, launch };
+        // SAFETY: FP32 [256][8192] to three BF16 planes of as many elements.
+        unsafe { bridge::pack_router(&params, &launch)? };
         let (attn_alpha, attn_beta) = derived::residual_coefficients(config, &p.host("attn_residual_gate")?);
         let (ffn_alpha, ffn_beta) = derived::residual_coefficients(config, &p.host("ffn_residual_gate")?);
-        let router = p.kept("router")?;
-        Ok(DeviceWeights {
-            qkv_gate: p.dense("qkv_gate", m::QKV_ROWS, m::HIDDEN)?,
-            o: p.dense("o", m::HIDDEN, m::Q_SIZE)?,
-            router_planes: p.router_planes(&router)?,
+        let weights = DeviceWeights {
+            qkv_gate,
+            o,
             router,
-            router_bias: p.kept("router_bias")?,
-            pooler: p.dense("pooler", m::EXPERT_DIM, m::HIDDEN)?,
-            w13: p.experts("w13", config.experts, 2 * m::EXPERT_DIM)?,
-            w2: p.experts("w2", config.experts, m::EXPERT_DIM)?,
-            unpooler: p.dense("unpooler", m::HIDDEN, m::EXPERT_DIM)?,
+            router_planes,
+            router_bias: p.upload(&p.host("router_bias")?)?,
+            pooler,
+            w13,
+            w2,
+            unpooler,
             attn_alpha: p.upload(&attn_alpha)?,
             attn_beta: p.upload(&attn_beta)?,
             pre_ffn_norm: p.norm("pre_ffn_norm")?,
@@ -236,7 +360,9 @@ impl DeviceWeights {
             ffn_alpha: p.upload(&ffn_alpha)?,
             ffn_beta: p.upload(&ffn_beta)?,
             inv_freq: p.upload(&derived::inv_freq(config))?,
-        })
+        };
+        device.synchronize_stream(0)?;
+        Ok(weights)
     }
 
     /// Bytes of device memory held.

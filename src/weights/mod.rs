@@ -5,16 +5,22 @@
 //! (`device.rs`), after which the originals may go.
 
 pub mod checkpoint;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) mod cuts;
 #[cfg(feature = "cuda")]
 pub(crate) mod device;
 pub mod names;
 pub mod nvfp4;
+pub(crate) mod pieces;
 pub mod safetensors;
 
 use crate::config::LayerConfig;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, DeviceTensor, NamedTensors};
+use pieces::Pieces;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::fmt;
 
 pub use self::checkpoint::Checkpoint;
 pub use self::safetensors::SafetensorsFile;
@@ -23,13 +29,26 @@ pub use self::safetensors::SafetensorsFile;
 #[derive(Clone, Debug)]
 pub(crate) enum Source<'a> {
     Host(NamedTensors<'a>),
+    /// Where they lie in the files of a checkpoint.
+    Files(BTreeMap<&'static str, Pieces<'a>>),
     Device(BTreeMap<String, DeviceTensor>),
+}
+
+/// What is told of bytes that were taken to a backend.
+#[derive(Clone, Copy)]
+pub(crate) struct Progress<'a>(pub &'a (dyn Fn(u64) + Sync));
+
+impl fmt::Debug for Progress<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Progress")
+    }
 }
 
 /// One layer's weights, names, shapes and types checked.
 #[derive(Clone, Debug)]
 pub struct LayerWeights<'a> {
     pub(crate) source: Source<'a>,
+    pub(crate) progress: Progress<'a>,
 }
 
 impl<'a> LayerWeights<'a> {
@@ -37,7 +56,7 @@ impl<'a> LayerWeights<'a> {
     pub fn from_host(config: &LayerConfig, tensors: NamedTensors<'a>) -> Result<LayerWeights<'a>> {
         config.validate()?;
         check_host(config, &tensors)?;
-        Ok(LayerWeights { source: Source::Host(tensors) })
+        Ok(LayerWeights { source: Source::Host(tensors), progress: Progress(&|_| ()) })
     }
 
     /// Device memory, contiguous and 16-byte aligned. It is read in `DecoderLayer::new` only. (That the
@@ -52,25 +71,59 @@ impl<'a> LayerWeights<'a> {
         for (name, t) in &tensors {
             t.expect_contiguous(name, t.dtype(), t.shape(), 16)?;
         }
-        Ok(LayerWeights { source: Source::Device(tensors) })
+        Ok(LayerWeights { source: Source::Device(tensors), progress: Progress(&|_| ()) })
+    }
+
+    /// Tensors in mapped files. What their elements are worth is checked when they are taken.
+    pub(crate) fn from_files(
+        config: &LayerConfig,
+        tensors: BTreeMap<&'static str, Pieces<'a>>,
+    ) -> Result<LayerWeights<'a>> {
+        config.validate()?;
+        let names: Vec<String> = tensors.keys().map(|name| name.to_string()).collect();
+        check(config, names.iter(), |name| tensors.get(name).map(|t| (t.dtype, t.shape.as_slice())))?;
+        Ok(LayerWeights { source: Source::Files(tensors), progress: Progress(&|_| ()) })
+    }
+
+    /// Calls `progress`, from any thread, with the bytes that [`DecoderLayer::new`](crate::DecoderLayer::new)
+    /// has taken since the last call. (Device memory is taken where it lies: no calls.)
+    pub fn on_progress(self, progress: &'a (dyn Fn(u64) + Sync)) -> LayerWeights<'a> {
+        LayerWeights { progress: Progress(progress), ..self }
     }
 
     /// The host tensors, if that is what they are.
     pub fn host(&self) -> Option<&NamedTensors<'a>> {
         match &self.source {
             Source::Host(tensors) => Some(tensors),
-            Source::Device(_) => None,
+            Source::Files(_) | Source::Device(_) => None,
         }
     }
 
-    /// The host tensors with their elements owned (borrowed ones are copied).
-    pub(crate) fn into_host(self) -> Option<NamedTensors<'static>> {
-        match self.source {
+    /// The tensors in host memory of their own (copied where they are not).
+    pub(crate) fn into_host(self) -> Result<NamedTensors<'static>> {
+        let Progress(progress) = self.progress;
+        let own = match self.source {
             Source::Host(tensors) => {
-                Some(NamedTensors(tensors.0.into_iter().map(|(name, t)| (name, t.into_owned())).collect()))
+                let own = tensors.0.into_iter().map(|(name, t)| {
+                    let t = t.into_owned();
+                    progress(t.bytes().len() as u64);
+                    (name, t)
+                });
+                own.collect()
             }
-            Source::Device(_) => None,
-        }
+            Source::Files(tensors) => {
+                let own = tensors.into_par_iter().map(|(name, t)| {
+                    let host = t.to_host();
+                    progress(t.bytes() as u64);
+                    (name.to_string(), host)
+                });
+                own.collect()
+            }
+            Source::Device(_) => {
+                return Err(Error::Memory { tensor: "weights".into(), wanted: "host", got: "device" });
+            }
+        };
+        Ok(NamedTensors(own))
     }
 
     /// Whether the layer has a next layer's norm (and so gives `hidden`).
@@ -78,6 +131,7 @@ impl<'a> LayerWeights<'a> {
         const NAME: &str = "next_pre_attn_norm";
         match &self.source {
             Source::Host(t) => t.contains(NAME),
+            Source::Files(t) => t.contains_key(NAME),
             Source::Device(t) => t.contains_key(NAME),
         }
     }

@@ -74,27 +74,12 @@ impl SafetensorsFile {
 /// A view where the file aligns the elements, a copy where it does not.
 pub(crate) fn tensor<'m>(name: &str, dtype: DType, shape: &[usize], data: &'m [u8]) -> Result<HostTensor<'m>> {
     match HostTensor::from_bytes(name, dtype, shape, data) {
-        Err(Error::Alignment { .. }) => Ok(copied(dtype, shape, data)),
+        Err(Error::Alignment { .. }) => {
+            let mut copy = HostTensor::zeros(dtype, shape);
+            copy.bytes_mut().copy_from_slice(data);
+            Ok(copy)
+        }
         other => other,
-    }
-}
-
-fn copied(dtype: DType, shape: &[usize], data: &[u8]) -> HostTensor<'static> {
-    macro_rules! elements {
-        ($t:ty) => {
-            data.chunks_exact(std::mem::size_of::<$t>())
-                .map(|b| <$t>::from_le_bytes(b.try_into().expect("whole elements")))
-                .collect::<Vec<$t>>()
-        };
-    }
-    match dtype {
-        DType::F32 => HostTensor::f32(shape, elements!(f32)),
-        DType::Bf16 => HostTensor::bf16(shape, elements!(half::bf16)),
-        DType::F16 => HostTensor::f16(shape, elements!(half::f16)),
-        DType::I32 => HostTensor::i32(shape, elements!(i32)),
-        DType::I64 => HostTensor::i64(shape, elements!(i64)),
-        DType::E4m3 => HostTensor::e4m3(shape, data.to_vec()),
-        DType::U8 => HostTensor::u8(shape, data.to_vec()),
     }
 }
 

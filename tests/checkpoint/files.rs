@@ -82,14 +82,24 @@ pub fn text_config(map: &mut Map<String, Value>) -> &mut Map<String, Value> {
 
 /// Changes the header of the first shard.
 pub fn edit_header(dir: &Path, change: impl FnOnce(&mut Map<String, Value>)) {
-    let path = &shards(dir)[0];
+    edit_header_of(&shards(dir)[0], |map| {
+        change(map);
+        true
+    });
+}
+
+/// Changes a shard's header where `change` says so, and says so too.
+pub fn edit_header_of(path: &Path, change: impl FnOnce(&mut Map<String, Value>) -> bool) -> bool {
     let bytes = std::fs::read(path).unwrap();
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let Ok(Value::Object(mut map)) = serde_json::from_slice(&bytes[8..8 + length]) else { panic!() };
-    change(&mut map);
+    if !change(&mut map) {
+        return false;
+    }
     let header = Value::Object(map).to_string();
     let mut out = (header.len() as u64).to_le_bytes().to_vec();
     out.extend(header.as_bytes());
     out.extend(&bytes[8 + length..]);
     std::fs::write(path, out).unwrap();
+    true
 }

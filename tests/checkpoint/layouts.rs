@@ -1,6 +1,8 @@
 //! What a rank takes, in whatever layout the files have it.
 
+use crate::cpu_common::relative_l2;
 use crate::files::{edit_json, rewritten, small, tensors_of, text_config, PREFIX};
+use crate::load::loaded_step;
 use half::bf16;
 use muse_spark_layer::synthetic;
 use muse_spark_layer::tensor::{HostData, NamedTensors};
@@ -88,9 +90,24 @@ fn layers_load_in_parallel() {
 fn same_layers(a: &Path, b: &Path) {
     let (a, b) = (Checkpoint::open(a).unwrap(), Checkpoint::open(b).unwrap());
     for l in 0..6 {
+        let steps = [&a, &b].map(|c| loaded_step(c, l, 1, 2));
+        assert_eq!((&steps[0].stream, &steps[0].hidden), (&steps[1].stream, &steps[1].hidden), "layer {l}");
         let (a, b) = (a.layer(l, 1, 2).unwrap(), b.layer(l, 1, 2).unwrap());
         assert_eq!(a.config, b.config);
-        assert_eq!(tensors_of(&a), tensors_of(&b), "layer {l}");
+        let (a, b) = (tensors_of(&a), tensors_of(&b));
+        assert_eq!(a.0.len(), b.0.len());
+        for ((name, a), (_, b)) in a.0.iter().zip(&b.0) {
+            // FP32 stays FP32: compared as what they are worth.
+            if a.dtype() == b.dtype() {
+                assert_eq!(a, b, "layer {l}: {name}");
+            } else {
+                assert_eq!(
+                    (&a.shape, a.to_f32(name).unwrap()),
+                    (&b.shape, b.to_f32(name).unwrap()),
+                    "layer {l}: {name}"
+                );
+            }
+        }
     }
 }
 
@@ -137,19 +154,27 @@ fn other_layouts_of_the_same_weights() {
     same_layers(&shards, &odd);
 }
 
-/// FP32 gates that BF16 cannot hold stay FP32: nothing is rounded on the way.
+/// FP32 gates that BF16 cannot hold stay FP32: nothing is rounded on the way, and the layer computes with them.
 #[test]
 fn wide_vectors_are_not_rounded() {
     let name = format!("{PREFIX}1.post_attention_residual_gate.gate");
-    let dir = rewritten("wide", |all| {
-        let t = all.get_mut(&name).unwrap();
-        t.data = (0..t.shape[0]).flat_map(|i| (0.1f32 + i as f32).to_le_bytes()).collect();
-        t.dtype = Dtype::F32;
-    });
-    let checkpoint = Checkpoint::open(dir).unwrap();
-    let layer = checkpoint.layer(1, 0, 2).unwrap();
+    let with_gates = |folder: &str, gate: &dyn Fn(usize) -> f32| {
+        let dir = rewritten(folder, |all| {
+            let t = all.get_mut(&name).unwrap();
+            t.data = (0..t.shape[0]).flat_map(|i| gate(i).to_le_bytes()).collect();
+            t.dtype = Dtype::F32;
+        });
+        Checkpoint::open(dir).unwrap()
+    };
+    let wide = |i: usize| 0.1 + i as f32 / 64.0;
+    let [exact, rounded] =
+        [with_gates("wide", &wide), with_gates("wide-rounded", &|i| bf16::from_f32(wide(i)).to_f32())];
+    let layer = exact.layer(1, 0, 2).unwrap();
     let gate = layer.weights.host().unwrap().get("attn_residual_gate").unwrap().as_f32("gate").unwrap().to_vec();
-    assert_eq!(gate[..2], [0.1, 1.1]);
+    assert_eq!(gate[..2], [0.1, 0.1 + 1.0 / 64.0]);
+    let [a, b] = [&exact, &rounded].map(|c| loaded_step(c, 1, 0, 2).stream);
+    let distance = relative_l2(&a, &b);
+    assert!((1e-5..1e-2).contains(&distance), "{distance:.1e}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod cpu_common;
 mod files;
 mod golden;
 mod layouts;
+mod load;
 mod refused;
 
 use files::folder;
@@ -31,9 +32,26 @@ fn command_line() {
     let report: Value = serde_json::from_slice(&out.stdout).unwrap();
     let kinds: Vec<&str> = report["layers"].as_array().unwrap().iter().map(|l| l["kind"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["sliding", "sliding", "full"]);
+    assert_eq!(report["taken"], Value::Null);
+    let out = run(&["inspect", path, "--json", "--backend", "cpu"]);
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let bytes: u64 = report["layers"].as_array().unwrap().iter().map(|l| l["bytes"].as_u64().unwrap()).sum();
+    assert_eq!((&report["taken"]["bytes"], &report["taken"]["layers"]), (&bytes.into(), &3.into()));
+    if cfg!(target_os = "linux") {
+        // Copies of three layers; the map is not counted.
+        let grown = report["taken"]["host_bytes"].as_u64().unwrap();
+        assert!(grown < 64 << 20, "{grown}");
+    }
+    let table = String::from_utf8(run(&["inspect", path, "--layer", "1", "--backend", "cpu"]).stdout).unwrap();
+    assert!(table.contains("1 layer") && table.contains("GB/s"), "{table}");
     assert!(String::from_utf8(run(&["inspect", path]).stdout).unwrap().contains("sliding"));
     let table = String::from_utf8(run(&["inspect", path, "--layer", "0"]).stdout).unwrap();
     assert!(table.contains("mlp.experts.gate_up_proj_weight_scale_2") && table.contains("w13_gs up"), "{table}");
+    let holes = dir.join("holes");
+    let some = ["--layers", "3", "--only-layers", "1,2", "--only-ranks", "0,7", "--json"];
+    let out = run(&[&["synth", "--out", holes.to_str().unwrap()], &some[..]].concat());
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert!(report["written_bytes"].as_u64().unwrap() * 2 < report["bytes"].as_u64().unwrap(), "{report}");
     let failed = run(&["inspect", path, "--rank", "8"]);
     assert_eq!(failed.status.code(), Some(2));
     assert!(String::from_utf8(failed.stderr).unwrap().contains("rank: wanted below 8"));

@@ -11,6 +11,7 @@ use rstest::rstest;
 use safetensors::Dtype;
 use serde_json::{json, Map, Value};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Opening, or loading layer 1 of rank 1 of 2, fails with an error that says all of `wanted`.
 fn refused(dir: &Path, wanted: &[&str]) {
@@ -265,7 +266,15 @@ fn synth_writes_only_into_new_folders() {
     assert!(error.contains("empty folder"), "{error}");
     let spec = SynthSpec { layers: 0, ..SynthSpec::small() };
     assert!(write(&folder("synth-none"), &spec, &|_| ()).is_err());
-    let written = std::cell::Cell::new(0);
-    write(&folder("synth-count"), &SynthSpec::small(), &|n| written.set(written.get() + n)).unwrap();
-    assert_eq!(written.get(), SynthSpec::small().bytes());
+    let written = AtomicU64::new(0);
+    let count = |n| _ = written.fetch_add(n, Ordering::Relaxed);
+    write(&folder("synth-count"), &SynthSpec::small(), &count).unwrap();
+    assert_eq!(written.into_inner(), SynthSpec::small().bytes());
+    for (spec, says) in [
+        (SynthSpec { only_layers: Some(vec![6]), ..SynthSpec::small() }, "layers to write: wanted below 6, got 6"),
+        (SynthSpec { only_experts: Some(vec![0..4, 30..33]), ..SynthSpec::small() }, "within 0..32, got 30..33"),
+    ] {
+        let error = text(write(&folder("synth-only"), &spec, &|_| ()).unwrap_err());
+        assert!(error.contains(says), "{error}");
+    }
 }

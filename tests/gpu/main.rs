@@ -7,6 +7,7 @@
 mod api;
 mod batch;
 mod capture;
+mod checkpoint;
 mod edges;
 mod exact;
 mod faults;

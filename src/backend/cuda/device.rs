@@ -6,13 +6,14 @@
 #![allow(unsafe_code)]
 
 use crate::backend::cuda::bridge;
+use crate::backend::cuda::staging::Staging;
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use once_cell::sync::Lazy;
 use std::ffi::{c_void, CStr};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// `CUDA_ERROR_*` as [`Error::Cuda`] or [`Error::ContextLost`].
 pub(super) fn check(call: &'static str, result: sys::CUresult) -> Result<()> {
@@ -60,6 +61,7 @@ struct Inner {
     name: String,
     /// Addresses already seen to be this device's, so that a call asks the driver about new ones only.
     known: [AtomicU64; 256],
+    staging: Mutex<Weak<Staging>>,
 }
 
 // SAFETY: contexts may be made current on any thread; the rest is plain data.
@@ -128,7 +130,8 @@ impl Device {
         }
         let known = std::array::from_fn(|_| AtomicU64::new(0));
         let sm_count = info.sm_count.max(1) as u32;
-        let device = Device(Arc::new(Inner { ordinal, context, sm_count, name: info.name, known }));
+        let (name, staging) = (info.name, Mutex::default());
+        let device = Device(Arc::new(Inner { ordinal, context, sm_count, name, known, staging }));
         {
             let _current = device.make_current()?;
             bridge::prepare_all()?;
@@ -164,6 +167,17 @@ impl Device {
             other
         };
         Ok(Current { pushed, _device: PhantomData })
+    }
+
+    /// The ring through which weights come from the host. It lives as long as someone holds it.
+    pub(crate) fn staging(&self) -> Result<Arc<Staging>> {
+        let mut held = self.0.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(staging) = held.upgrade() {
+            return Ok(staging);
+        }
+        let staging = Arc::new(Staging::new(self)?);
+        *held = Arc::downgrade(&staging);
+        Ok(staging)
     }
 
     /// Bytes of device memory that are free, and that there are.

@@ -16,6 +16,9 @@ pub struct OwnedStream {
     device: Device,
 }
 
+// SAFETY: a stream may be used from any thread, one at a time.
+unsafe impl Send for OwnedStream {}
+
 impl OwnedStream {
     /// A new stream of `device`.
     pub fn new(device: &Device) -> Result<OwnedStream> {

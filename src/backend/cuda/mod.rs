@@ -7,6 +7,7 @@
 //! | `params.rs` | the operations' plain structs, as `csrc/include/params.h` |
 //! | `bridge.rs` | the C++ entry points |
 //! | `device.rs` | driver, devices, allocations |
+//! | `staging.rs` | weights from the host: a ring of pinned memory |
 //! | `ops.rs` | one method per operation: fills the struct, calls the entry point |
 //! | `host.rs` | a step on host arrays: upload, run, download |
 //! | `resident.rs` | a step whose tensors live on the device, for measurements |
@@ -31,6 +32,8 @@ pub(crate) mod ops;
 pub mod params;
 #[cfg(feature = "cuda")]
 pub mod resident;
+#[cfg(feature = "cuda")]
+pub mod staging;
 
 #[cfg(feature = "cuda")]
 pub use device::{Buffer, Device};

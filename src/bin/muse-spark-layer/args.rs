@@ -271,6 +271,12 @@ pub struct InspectArgs {
     /// Ranks of tensor and expert parallelism.
     #[arg(long, default_value_t = 8)]
     pub ranks: usize,
+    /// Also take what is listed to a backend, and say how fast: cpu, cuda, or auto for the one there is.
+    #[arg(long, value_enum)]
+    pub backend: Option<BackendChoice>,
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    pub device: i32,
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,
@@ -290,6 +296,15 @@ pub struct SynthArgs {
     /// NVFP4 experts in the first and the last layer too, which keep BF16 ones in the export.
     #[arg(long)]
     pub all_nvfp4: bool,
+    /// Write these layers only; the others are holes in the files, which take no room and read as zeros.
+    #[arg(long, value_name = "L,...", value_delimiter = ',')]
+    pub only_layers: Option<Vec<usize>>,
+    /// Write the experts of these ranks only (1.4 GB an NVFP4 layer with one rank of 8); the others are holes.
+    #[arg(long, value_name = "R,...", value_delimiter = ',')]
+    pub only_ranks: Option<Vec<usize>>,
+    /// Ranks that the experts are shared out to.
+    #[arg(long, default_value_t = 8)]
+    pub ranks: usize,
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Print one JSON object.

@@ -1,10 +1,12 @@
-//! `inspect`: what a checkpoint holds for a rank, one layer in detail or all in a line each, after loading it.
+//! `inspect`: what a checkpoint holds for a rank, one layer in detail or all in a line each, after reading it;
+//! and how fast that goes to a backend.
 
 use crate::args::InspectArgs;
-use crate::{report, run::report_error};
+use crate::{machine, report, run::report_error};
 use muse_spark_layer::numerics::e4m3_to_f32;
 use muse_spark_layer::weights::checkpoint::{Checkpoint, Part};
 use muse_spark_layer::{LayerConfig, LayerKind, NamedTensors, Result, WeightKind};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -43,7 +45,63 @@ struct InspectReport {
     /// What the CUDA backend keeps, packed.
     device_bytes: u64,
     load_seconds: f64,
+    taken: Option<Taken>,
     config: LayerConfig,
+}
+
+/// Layers taken to a backend.
+#[derive(serde::Serialize)]
+struct Taken {
+    device: String,
+    layers: usize,
+    bytes: u64,
+    seconds: f64,
+    gb_per_second: f64,
+    /// By how much the process's own memory grew meanwhile, at most: what is not the files' map.
+    host_bytes: Option<u64>,
+    /// Bytes of device memory that they take there.
+    device_bytes: u64,
+}
+
+impl Taken {
+    fn facts(&self) -> [(&'static str, String); 3] {
+        let mb = |bytes: u64| format!("{:.3} MB", bytes as f64 / 1e6);
+        let rate = format!("{:.3} s, {:.2} GB/s", self.seconds, self.gb_per_second);
+        let layers = if self.layers == 1 { "1 layer".into() } else { format!("{} layers", self.layers) };
+        [
+            ("taken to", format!("{}: {layers}, {:.3} GB, in {rate}", self.device, self.bytes as f64 / 1e9)),
+            ("device memory there", mb(self.device_bytes)),
+            (
+                "host memory meanwhile",
+                self.host_bytes.map_or("not told".into(), |b| format!("{} beyond the map", mb(b))),
+            ),
+        ]
+    }
+}
+
+/// Takes layers to the backend that is asked for, if one is.
+fn take(args: &InspectArgs, checkpoint: &Checkpoint, layers: Range<usize>) -> Result<Option<Taken>> {
+    let Some(choice) = args.backend else { return Ok(None) };
+    let backend = machine::chosen(choice, args.device);
+    let (bytes, device) = (checkpoint.bytes(layers.clone(), args.rank, args.ranks)?, machine::name(backend));
+    machine::open(backend)?;
+    let (bar, start) = (report::bytes_bar(bytes), Instant::now());
+    bar.set_message(format!("to {device}"));
+    let ((loaded, seconds), host_bytes) = machine::with_growth(|| {
+        let loaded = checkpoint.load_layers(layers, args.rank, args.ranks, backend, &|bytes| bar.inc(bytes));
+        (loaded, start.elapsed().as_secs_f64())
+    });
+    let loaded = loaded?;
+    bar.finish_and_clear();
+    Ok(Some(Taken {
+        device,
+        layers: loaded.len(),
+        bytes,
+        seconds,
+        gb_per_second: bytes as f64 / 1e9 / seconds,
+        host_bytes,
+        device_bytes: loaded.iter().map(|l| l.layer.weight_bytes()).sum(),
+    }))
 }
 
 /// The CUDA backend's form: matrices in as many bytes, the router also as three BF16 planes, vectors in FP32
@@ -119,6 +177,7 @@ struct AllReport {
     quantization: Option<String>,
     layers: Vec<LayerLine>,
     load_seconds: f64,
+    taken: Option<Taken>,
 }
 
 /// Bytes of the parts that are copied, or of those that are not.
@@ -129,6 +188,8 @@ fn bytes(parts: &[Part], copied: bool) -> u64 {
 /// Loads every layer of the rank.
 fn every_layer(args: &InspectArgs, checkpoint: &Checkpoint) -> Result<bool> {
     let n = checkpoint.model().layers.len();
+    // First, while nothing of the files was read here.
+    let taken = take(args, checkpoint, 0..n)?;
     let (bar, start) = (report::bar(n), Instant::now());
     bar.set_message("layers");
     let layers = checkpoint.load(0..n, args.rank, args.ranks, |l, layer| {
@@ -153,6 +214,7 @@ fn every_layer(args: &InspectArgs, checkpoint: &Checkpoint) -> Result<bool> {
         quantization: checkpoint.model().quantization.clone(),
         layers,
         load_seconds: start.elapsed().as_secs_f64(),
+        taken,
     };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
@@ -175,17 +237,16 @@ fn every_layer(args: &InspectArgs, checkpoint: &Checkpoint) -> Result<bool> {
     }
     println!("{table}");
     let sum = |f: fn(&LayerLine) -> u64| mb(report.layers.iter().map(f).sum());
-    println!(
-        "{}",
-        report::facts(&[
-            ("checkpoint", report.checkpoint.display().to_string()),
-            ("rank", format!("{} of {}", report.rank, report.ranks)),
-            ("quantisation", report.quantization.clone().unwrap_or_else(|| "not named".into())),
-            ("this rank's part", format!("{} MB", sum(|l| l.bytes))),
-            ("device, packed", format!("{} MB", sum(|l| l.device_bytes))),
-            ("loaded in", format!("{:.3} s", report.load_seconds)),
-        ])
-    );
+    let mut facts = vec![
+        ("checkpoint", report.checkpoint.display().to_string()),
+        ("rank", format!("{} of {}", report.rank, report.ranks)),
+        ("quantisation", report.quantization.clone().unwrap_or_else(|| "not named".into())),
+        ("this rank's part", format!("{} MB", sum(|l| l.bytes))),
+        ("device, packed", format!("{} MB", sum(|l| l.device_bytes))),
+        ("read in", format!("{:.3} s", report.load_seconds)),
+    ];
+    facts.extend(report.taken.iter().flat_map(Taken::facts));
+    println!("{}", report::facts(&facts));
     Ok(true)
 }
 
@@ -197,6 +258,7 @@ pub fn inspect(args: &InspectArgs) -> Result<bool> {
         return every_layer(args, &checkpoint);
     };
     let parts = checkpoint.parts(at, args.rank, args.ranks)?;
+    let taken = progress.suspend(|| take(args, &checkpoint, at..at + 1))?;
     progress.set_message(format!("loading layer {at} for rank {} of {}", args.rank, args.ranks));
     let start = Instant::now();
     let layer = checkpoint.layer(at, args.rank, args.ranks)?;
@@ -222,6 +284,7 @@ pub fn inspect(args: &InspectArgs) -> Result<bool> {
         copied_bytes: bytes(&parts, true),
         device_bytes: device_bytes(&layer.config, &parts),
         load_seconds,
+        taken,
         parts,
         config: layer.config.clone(),
     };
@@ -241,22 +304,21 @@ fn print(r: &InspectReport) {
         LayerKind::Sliding => format!("window {}, RoPE base {}", c.window, r.rope_theta),
     };
     let experts = format!("{} of {}, from {}, {}", c.local_experts, c.n_experts, r.local_start, c.experts);
-    println!(
-        "{}",
-        report::facts(&[
-            ("checkpoint", r.checkpoint.display().to_string()),
-            ("layer", format!("{} of {}, {} attention, {rope}", r.layer, r.layers, r.kind)),
-            ("rank", format!("{} of {}", r.rank, r.ranks)),
-            ("heads", format!("{} for queries, {} for keys and values, {} wide", c.q_heads, c.kv_heads, c.head_dim)),
-            ("experts", experts),
-            ("quantisation", r.quantization.clone().unwrap_or_else(|| "not named".into())),
-            ("next layer's norm", if r.has_next_norm { "there" } else { "none: the last layer" }.into()),
-            ("this rank's part", mb(r.bytes)),
-            ("host", format!("{} in the map, {} copied", mb(r.mapped_bytes), mb(r.copied_bytes))),
-            ("device, packed", mb(r.device_bytes)),
-            ("loaded in", format!("{:.3} s", r.load_seconds)),
-        ])
-    );
+    let mut facts = vec![
+        ("checkpoint", r.checkpoint.display().to_string()),
+        ("layer", format!("{} of {}, {} attention, {rope}", r.layer, r.layers, r.kind)),
+        ("rank", format!("{} of {}", r.rank, r.ranks)),
+        ("heads", format!("{} for queries, {} for keys and values, {} wide", c.q_heads, c.kv_heads, c.head_dim)),
+        ("experts", experts),
+        ("quantisation", r.quantization.clone().unwrap_or_else(|| "not named".into())),
+        ("next layer's norm", if r.has_next_norm { "there" } else { "none: the last layer" }.into()),
+        ("this rank's part", mb(r.bytes)),
+        ("host", format!("{} in the map, {} copied", mb(r.mapped_bytes), mb(r.copied_bytes))),
+        ("device, packed", mb(r.device_bytes)),
+        ("read in", format!("{:.3} s", r.load_seconds)),
+    ];
+    facts.extend(r.taken.iter().flat_map(Taken::facts));
+    println!("{}", report::facts(&facts));
     let mut table = report::table(&["tensor", "from", "file", "type", "shape", "of this rank", "MB", "how"]);
     for p in &r.parts {
         // Layers share their prefix; what follows it says enough.

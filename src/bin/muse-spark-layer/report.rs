@@ -44,6 +44,15 @@ pub fn bar(n: usize) -> ProgressBar {
     bar
 }
 
+/// A bar over bytes, with their rate, on stderr.
+pub fn bytes_bar(bytes: u64) -> ProgressBar {
+    let bar = ProgressBar::new(bytes);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {msg} {elapsed}") {
+        bar.set_style(style);
+    }
+    bar
+}
+
 /// `||got - want|| / ||want||` in FP64; 0 for two empty or zero arrays.
 pub fn relative_l2(got: &[f32], want: &[f32]) -> f64 {
     let (mut difference, mut norm) = (0f64, 0f64);

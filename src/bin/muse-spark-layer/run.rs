@@ -1,6 +1,6 @@
 //! `run` and `plan`.
 
-use crate::args::{BackendChoice, RunArgs};
+use crate::args::RunArgs;
 use crate::{machine, report};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, SyntheticStep};
@@ -89,14 +89,7 @@ impl Ran {
 /// Makes weights and inputs, and runs the step; twice where the step's routes decide the expert range.
 pub fn simulate(args: &RunArgs, taps: Taps) -> Result<Ran> {
     let config = args.dims.config();
-    let (backend, reason) = match args.backend {
-        BackendChoice::Cpu => (Backend::Cpu, None),
-        BackendChoice::Cuda => (Backend::Cuda { device: args.device }, None),
-        BackendChoice::Auto => machine::automatic(args.device),
-    };
-    if let Some(reason) = reason {
-        eprintln!("running on the CPU: {reason}");
-    }
+    let backend = machine::chosen(args.backend, args.device);
 
     let start = Instant::now();
     let progress = report::spinner("making synthetic weights");

@@ -2,7 +2,6 @@
 
 use crate::args::{Dims, SynthArgs};
 use crate::{report, run::report_error};
-use indicatif::{ProgressBar, ProgressStyle};
 use muse_spark_layer::weights::checkpoint::synth::{write, SynthSpec};
 use muse_spark_layer::Result;
 use std::path::PathBuf;
@@ -12,7 +11,9 @@ use std::time::Instant;
 struct SynthReport {
     out: PathBuf,
     layers: usize,
+    /// Of tensor data, holes included.
     bytes: u64,
+    written_bytes: u64,
     seconds: f64,
 }
 
@@ -22,27 +23,33 @@ pub fn synth(args: &SynthArgs) -> Result<bool> {
         Dims::Full => SynthSpec::full(3),
     };
     let layers = args.layers.unwrap_or(spec.layers);
-    let spec = SynthSpec { layers, bf16_ends: !args.all_nvfp4, seed: args.seed, ..spec };
-    let bar = ProgressBar::new(spec.bytes());
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {elapsed}") {
-        bar.set_style(style);
-    }
+    let of_rank = spec.n_experts / args.ranks.max(1);
+    let only_experts = args.only_ranks.as_ref().map(|r| r.iter().map(|r| r * of_rank..(r + 1) * of_rank).collect());
+    let only_layers = args.only_layers.clone();
+    let spec = SynthSpec { layers, bf16_ends: !args.all_nvfp4, seed: args.seed, only_layers, only_experts, ..spec };
+    let bar = report::bytes_bar(spec.written_bytes());
     let start = Instant::now();
     write(&args.out, &spec, &|bytes| bar.inc(bytes))?;
     bar.finish_and_clear();
-    let report =
-        SynthReport { out: args.out.clone(), layers, bytes: spec.bytes(), seconds: start.elapsed().as_secs_f64() };
+    let report = SynthReport {
+        out: args.out.clone(),
+        layers,
+        bytes: spec.bytes(),
+        written_bytes: spec.written_bytes(),
+        seconds: start.elapsed().as_secs_f64(),
+    };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
         return Ok(true);
     }
+    let gb = |bytes: u64| bytes as f64 / 1e9;
     println!(
         "{}",
         report::facts(&[
             ("written", report.out.display().to_string()),
             ("layers", layers.to_string()),
-            ("size", format!("{:.3} GB", report.bytes as f64 / 1e9)),
-            ("time", format!("{:.1} s", report.seconds)),
+            ("size", format!("{:.3} GB, {:.3} GB of it written", gb(report.bytes), gb(report.written_bytes))),
+            ("time", format!("{:.1} s, {:.2} GB/s", report.seconds, gb(report.written_bytes) / report.seconds)),
         ])
     );
     Ok(true)

@@ -3,10 +3,12 @@
 use super::{fault, files, Checkpoint, Entry};
 use crate::config::{LayerConfig, WeightKind};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, HostData, HostTensor, NamedTensors};
+use crate::tensor::{DType, HostTensor, NamedTensors};
+use crate::weights::pieces::Pieces;
 use crate::weights::{nvfp4, safetensors};
-use half::bf16;
 use rayon::prelude::*;
+use std::collections::btree_map::Entry as MapEntry;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -33,7 +35,7 @@ pub(super) enum Take {
 /// A tensor of the checkpoint that a layer needs, found and checked.
 pub(super) struct Source<'a> {
     /// The crate's name for what it becomes, or becomes a part of.
-    tensor: &'static str,
+    pub tensor: &'static str,
     name: String,
     entry: &'a Entry,
     dtype: DType,
@@ -86,6 +88,10 @@ impl Source<'_> {
 
     fn copied(&self) -> bool {
         matches!(self.tensor, "qkv_gate" | "o")
+    }
+
+    fn has_block_scales(&self) -> bool {
+        matches!(self.tensor, "w13_sf" | "w2_sf")
     }
 
     /// Bytes of one row of the outermost extent.
@@ -198,48 +204,61 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// The layer's tensors. Work on different tensors, and on parts of the large ones, runs in parallel.
-    pub(super) fn assemble<'a>(&'a self, c: &LayerConfig, sources: &[Source<'a>]) -> Result<NamedTensors<'a>> {
-        // Reading begins everywhere at once, at the disk's rate, not fault by fault.
-        for source in sources {
-            self.files.prefetch(source.entry, source.span());
-        }
-        let fused: Vec<&Source> = sources.iter().filter(|s| s.tensor == "qkv_gate").collect();
-        let mut tensors: Vec<(&'static str, HostTensor<'a>)> = sources
-            .par_iter()
-            .filter(|s| s.tensor != "qkv_gate")
-            .map(|s| Ok((s.tensor, self.take(s)?)))
-            .collect::<Result<_>>()?;
-        tensors.push(("qkv_gate", self.fuse(&fused, c.qkv_rows(), c.hidden)));
-        let mut out = NamedTensors::new();
-        for (name, tensor) in tensors {
-            out.insert(name, tensor);
-        }
-        Ok(out)
+    /// Has all that a rank takes of the files read ahead: at the disk's rate, not fault by fault.
+    pub(super) fn prefetch(&self, sources: &[Source]) {
+        const PART: usize = 1 << 24;
+        sources.par_iter().for_each(|s| {
+            let span = s.span();
+            span.clone().into_par_iter().step_by(PART).for_each(|at| {
+                self.files.prefetch(s.entry, at..(at + PART).min(span.end));
+            });
+        });
     }
 
-    /// One tensor from one source.
-    fn take<'a>(&'a self, source: &Source<'a>) -> Result<HostTensor<'a>> {
-        let shape = source.taken();
+    /// The layer's tensors where they lie. Of their values only global scales are looked at.
+    pub(super) fn pieces<'a>(&'a self, sources: &[Source<'a>]) -> Result<BTreeMap<&'static str, Pieces<'a>>> {
+        let mut all: BTreeMap<&'static str, Pieces<'a>> = BTreeMap::new();
+        for source in sources {
+            if matches!(source.tensor, "w13_gs" | "w2_gs") {
+                self.check_global_scales(source)?;
+            }
+            // Bytes may be called by either name in a file; the layer's name for scales is E4M3.
+            let dtype = if source.has_block_scales() { DType::E4m3 } else { source.dtype };
+            let pieces = Pieces::new(dtype, &source.taken(), self.runs(source));
+            match all.entry(source.tensor) {
+                MapEntry::Vacant(place) => _ = place.insert(pieces),
+                // Parts of qkv_gate.
+                MapEntry::Occupied(mut first) => first.get_mut().append(pieces),
+            }
+        }
+        Ok(all)
+    }
+
+    /// The bytes of what is taken: in one run where they lie in one, else row by row.
+    fn runs<'a>(&'a self, source: &Source<'a>) -> Vec<&'a [u8]> {
         let data = self.files.bytes(source.entry, source.span());
-        if let Take::Columns(columns) = &source.take {
-            let size = source.dtype.size();
-            let mut values = vec![bf16::ZERO; shape.iter().product()];
-            let rows = data.par_chunks_exact(source.row_bytes());
-            values.par_chunks_exact_mut(columns.len()).zip(rows).for_each(|(to, row)| {
-                copy(&row[columns.start * size..columns.end * size], to);
-            });
-            return Ok(HostTensor::bf16(&shape, values));
+        let rows = || data.chunks_exact(source.row_bytes());
+        match &source.take {
+            Take::Rows(_) if source.tensor == "qkv_gate" => rows().collect(),
+            Take::Rows(_) => vec![data],
+            Take::Heads(_, head) => {
+                let rows: Vec<&[u8]> = rows().collect();
+                (0..rows.len()).map(|r| rows[r / head * head + half_split(r % head, *head)]).collect()
+            }
+            Take::Columns(columns) => {
+                let size = source.dtype.size();
+                rows().map(|row| &row[columns.start * size..columns.end * size]).collect()
+            }
         }
-        match source.tensor {
-            "w13_sf" | "w2_sf" => self.check_block_scales(source, data)?,
-            "w13_gs" | "w2_gs" => self.check_global_scales(source, data)?,
-            _ => {}
-        }
-        // Bytes may be called by either name in a file; the layer's name for scales is E4M3.
-        let dtype = if matches!(source.tensor, "w13_sf" | "w2_sf") { DType::E4m3 } else { source.dtype };
-        let tensor = safetensors::tensor(&source.name, dtype, &shape, data)?;
-        Ok(narrowed(source.tensor, tensor))
+    }
+
+    /// The layer's tensors as host tensors: views where they lie in one run, which are aligned.
+    pub(super) fn assemble<'a>(&'a self, sources: &[Source<'a>]) -> Result<NamedTensors<'a>> {
+        self.prefetch(sources);
+        let pieces = self.pieces(sources)?;
+        self.check_block_scales(sources)?;
+        let tensors = pieces.par_iter().map(|(name, t)| Ok((name.to_string(), t.view(name)?)));
+        Ok(NamedTensors(tensors.collect::<Result<_>>()?))
     }
 
     /// A norm's or gate's weights.
@@ -247,47 +266,33 @@ impl Checkpoint {
         let (name, entry) = self.entry(layer, suffix)?;
         let (name, dtype) = self.check(name, entry, VECTOR, &[&[n]])?;
         let data = self.files.bytes(entry, 0..entry.range.len());
-        Ok(narrowed("input_norm", safetensors::tensor(&name, dtype, &[n], data)?))
+        safetensors::tensor(&name, dtype, &[n], data)
     }
 
-    /// `[rows, hidden]`: the sources' rows one after another, heads in interleaved order.
-    fn fuse(&self, sources: &[&Source], rows: usize, hidden: usize) -> HostTensor<'static> {
-        let order: Vec<&[u8]> = sources
-            .iter()
-            .flat_map(|s| {
-                let data = self.files.bytes(s.entry, s.span());
-                let row = move |r: usize| &data[r * s.row_bytes()..(r + 1) * s.row_bytes()];
-                let n = s.taken()[0];
-                let from = move |r: usize| match s.take {
-                    Take::Heads(_, head) => r / head * head + half_split(r % head, head),
-                    _ => r,
-                };
-                (0..n).map(move |r| row(from(r)))
-            })
-            .collect();
-        let mut values = vec![bf16::ZERO; rows * hidden];
-        values.par_chunks_exact_mut(hidden).zip(order).for_each(|(to, row)| copy(row, to));
-        HostTensor::bf16(&[rows, hidden], values)
-    }
-
-    fn check_block_scales(&self, source: &Source, data: &[u8]) -> Result<()> {
+    /// Refuses block scales that are NaN.
+    pub(super) fn check_block_scales(&self, sources: &[Source]) -> Result<()> {
         const CHUNK: usize = 1 << 22;
-        let bad = data.par_chunks(CHUNK).enumerate().find_map_first(|(i, part)| match nvfp4::check_scales("", part) {
-            Err(Error::NanScale { index, .. }) => Some(i * CHUNK + index),
-            _ => None,
-        });
-        match bad {
-            None => Ok(()),
-            Some(at) => {
-                let at = source.span().start + at;
-                let (width, rows) = (source.entry.shape[2], source.entry.shape[1]);
-                let index = [at / width / rows, at / width % rows, at % width];
-                Err(self.bad_value(source, "block scales that are not NaN", format!("NaN at {index:?}")))
-            }
-        }
+        sources.par_iter().filter(|s| s.has_block_scales()).try_for_each(|source| {
+            let data = self.files.bytes(source.entry, source.span());
+            let bad =
+                data.par_chunks(CHUNK).enumerate().find_map_first(|(i, part)| match nvfp4::check_scales("", part) {
+                    Err(Error::NanScale { index, .. }) => Some(i * CHUNK + index),
+                    _ => None,
+                });
+            bad.map_or(Ok(()), |index| Err(self.nan_scale(source, index)))
+        })
     }
 
-    fn check_global_scales(&self, source: &Source, data: &[u8]) -> Result<()> {
+    /// The error that block scale `index` of what is taken of `source` is NaN.
+    pub(super) fn nan_scale(&self, source: &Source, index: usize) -> Error {
+        let at = source.span().start + index;
+        let (width, rows) = (source.entry.shape[2], source.entry.shape[1]);
+        let place = [at / width / rows, at / width % rows, at % width];
+        self.bad_value(source, "block scales that are not NaN", format!("NaN at {place:?}"))
+    }
+
+    fn check_global_scales(&self, source: &Source) -> Result<()> {
+        let data = self.files.bytes(source.entry, source.span());
         let values = data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         match values.enumerate().find(|(_, v)| !(v.is_finite() && *v >= 0.0)) {
             None => Ok(()),
@@ -306,26 +311,6 @@ impl Checkpoint {
 /// Where row `r` of a head in interleaved order stands in half-split order: `new[2 i + j] = old[head / 2 * j + i]`.
 fn half_split(r: usize, head: usize) -> usize {
     head / 2 * (r % 2) + r / 2
-}
-
-fn copy(bytes: &[u8], to: &mut [bf16]) {
-    for (v, b) in to.iter_mut().zip(bytes.chunks_exact(2)) {
-        *v = bf16::from_le_bytes([b[0], b[1]]);
-    }
-}
-
-/// A vector that was stored as FP32 but holds BF16 values, as BF16: the same values in the type that every
-/// backend takes. (The router stays FP32.)
-fn narrowed<'a>(tensor: &str, values: HostTensor<'a>) -> HostTensor<'a> {
-    let HostData::F32(wide) = &values.data else { return values };
-    if matches!(tensor, "router" | "router_bias" | "w13_gs" | "w2_gs") {
-        return values;
-    }
-    let narrow: Vec<bf16> = wide.iter().map(|&v| bf16::from_f32(v)).collect();
-    if narrow.iter().zip(wide.iter()).all(|(n, w)| n.to_f32().to_bits() == w.to_bits()) {
-        return HostTensor::bf16(&values.shape, narrow);
-    }
-    values
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Synthetic checkpoints in the public format: sharded safetensors, index and configuration, at small
 //! dimensions or full size, so that loading is tested without the real files. Elements come from the
 //! integer generator of [`crate::synthetic`], each tensor under its full name; tensors are made and
-//! written piece by piece, so that a 17 GB one takes no more memory than a small one.
+//! written piece by piece, many pieces at once, so that a 17 GB one takes no more memory than a small one.
+//! A checkpoint for a few layers or ranks only is as large to look at, but has holes in place of the rest.
 
 use crate::error::{Error, Result};
 use crate::synthetic::Stream;
@@ -9,11 +10,12 @@ use half::bf16;
 use rayon::prelude::*;
 use serde_json::{json, Map, Value};
 use std::fs::File;
-use std::io::Write;
-use std::path::Path;
+use std::io::{Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
-/// Bytes made and written at a time.
-const PIECE: usize = 1 << 25;
+/// Bytes made and written at a time by a thread.
+const PIECE: usize = 1 << 23;
 /// Bytes a parallel task makes.
 const CHUNK: usize = 1 << 18;
 
@@ -34,6 +36,11 @@ pub struct SynthSpec {
     pub seed: u64,
     /// A shard ends when the next tensor would take it past this.
     pub shard_bytes: u64,
+    /// Layers whose data is written (of the others only the norm that the layer before needs); the rest are
+    /// holes in the files, which take no room and read as zeros. `None`: all.
+    pub only_layers: Option<Vec<usize>>,
+    /// Experts whose weights are written, for ranks that will be loaded; the rest are holes. `None`: all.
+    pub only_experts: Option<Vec<Range<usize>>>,
 }
 
 impl SynthSpec {
@@ -52,6 +59,8 @@ impl SynthSpec {
             bf16_ends: true,
             seed: 1,
             shard_bytes: 200_000,
+            only_layers: None,
+            only_experts: None,
         }
     }
 
@@ -77,6 +86,27 @@ impl SynthSpec {
         self.tensors().iter().map(Planned::bytes).sum()
     }
 
+    /// Of those, bytes that are written.
+    pub fn written_bytes(&self) -> u64 {
+        self.tensors().iter().flat_map(|t| self.written(t)).map(|r| r.end - r.start).sum()
+    }
+
+    /// The bytes of `tensor` that are written.
+    fn written(&self, tensor: &Planned) -> Vec<Range<u64>> {
+        let (whole, only) = (0..tensor.bytes(), self.only_layers.as_deref());
+        if only.is_some_and(|only| !tensor.layer.is_none_or(|l| only.contains(&l))) {
+            let needed = tensor.name.ends_with(".input_layernorm.weight");
+            return if needed { vec![whole] } else { Vec::new() };
+        }
+        match &self.only_experts {
+            Some(only) if tensor.shape.len() == 3 => {
+                let each = tensor.bytes() / self.n_experts as u64;
+                only.iter().map(|r| r.start as u64 * each..r.end as u64 * each).collect()
+            }
+            _ => vec![whole],
+        }
+    }
+
     /// Whether `layer` has BF16 experts.
     pub fn has_bf16_experts(&self, layer: usize) -> bool {
         self.bf16_ends && (layer == 0 || layer + 1 == self.layers)
@@ -95,7 +125,7 @@ impl SynthSpec {
         for layer in 0..self.layers {
             let mut put = |suffix: &str, shape: &[usize], make: Make| {
                 let name = format!("model.language_model.layers.{layer}.{suffix}");
-                all.push(Planned { name, shape: shape.to_vec(), make });
+                all.push(Planned { name, layer: Some(layer), shape: shape.to_vec(), make });
             };
             put("input_layernorm.weight", &[h], Bf16(0.1));
             put("mlp.experts.post_expert_norm.weight", &[d], Bf16(0.1));
@@ -131,7 +161,8 @@ impl SynthSpec {
             put("self_attn.q_proj.weight", &[q, h], Bf16(fan_in(h)));
             put("self_attn.v_proj.weight", &[kv, h], Bf16(fan_in(h)));
         }
-        all.push(Planned { name: "model.language_model.norm.weight".into(), shape: vec![h], make: Bf16(1.0) });
+        let name = "model.language_model.norm.weight".into();
+        all.push(Planned { name, layer: None, shape: vec![h], make: Bf16(1.0) });
         all
     }
 
@@ -205,6 +236,7 @@ fn factor(bits: u64) -> f32 {
 
 struct Planned {
     name: String,
+    layer: Option<usize>,
     shape: Vec<usize>,
     make: Make,
 }
@@ -271,10 +303,10 @@ impl Planned {
     }
 }
 
-/// Writes the checkpoint into `dir`, which is made and must be empty; calls `progress` with the bytes
-/// written since the last call. Index and configuration come last: a checkpoint that was cut short does
-/// not open.
-pub fn write(dir: &Path, spec: &SynthSpec, progress: &dyn Fn(u64)) -> Result<()> {
+/// Writes the checkpoint into `dir`, which is made and must be empty; calls `progress`, from any thread, with
+/// the bytes written since the last call. Index and configuration come last: a checkpoint that was cut short
+/// does not open.
+pub fn write(dir: &Path, spec: &SynthSpec, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
     let fail = |path: &Path| {
         let path = path.to_path_buf();
         move |source| Error::File { path, source }
@@ -287,6 +319,12 @@ pub fn write(dir: &Path, spec: &SynthSpec, progress: &dyn Fn(u64)) -> Result<()>
         let got = format!("{} layers, expert_dim {}, head_dim {}", spec.layers, spec.expert_dim, spec.head_dim);
         return Err(super::fault(dir, "dimensions", "layers, whole NVFP4 blocks and even heads", got));
     }
+    if let Some(layer) = spec.only_layers.iter().flatten().find(|l| **l >= spec.layers) {
+        return Err(super::fault(dir, "layers to write", format!("below {}", spec.layers), layer));
+    }
+    if let Some(r) = spec.only_experts.iter().flatten().find(|r| r.start > r.end || r.end > spec.n_experts) {
+        return Err(super::fault(dir, "experts to write", format!("within 0..{}", spec.n_experts), format!("{r:?}")));
+    }
 
     let mut shards: Vec<Vec<Planned>> = vec![Vec::new()];
     let mut filled = 0;
@@ -298,11 +336,27 @@ pub fn write(dir: &Path, spec: &SynthSpec, progress: &dyn Fn(u64)) -> Result<()>
         filled += tensor.bytes();
         shards.last_mut().expect("at least one").push(tensor);
     }
+    let paths: Vec<PathBuf> =
+        (1..=shards.len()).map(|i| dir.join(format!("model-{i:05}-of-{:05}.safetensors", shards.len()))).collect();
+    let mut pieces = Vec::new();
+    for (path, tensors) in paths.iter().zip(&shards) {
+        let mut begin = header(path, tensors).map_err(fail(path))?;
+        for tensor in tensors {
+            for written in spec.written(tensor) {
+                let parts = written.clone().step_by(PIECE).map(|at| at..written.end.min(at + PIECE as u64));
+                pieces.extend(parts.map(|bytes| Piece { path, begin, tensor, bytes }));
+            }
+            begin += tensor.bytes();
+        }
+    }
+    pieces.par_iter().with_max_len(1).try_for_each_init(Vec::new, |buffer, piece| {
+        piece.write(spec.seed, buffer).map_err(fail(piece.path))?;
+        progress(piece.bytes.end - piece.bytes.start);
+        Ok(())
+    })?;
     let mut weight_map = Map::new();
-    for (i, tensors) in shards.iter().enumerate() {
-        let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
-        let path = dir.join(&name);
-        shard(&path, tensors, spec.seed, progress).map_err(fail(&path))?;
+    for (path, tensors) in paths.iter().zip(&shards) {
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned());
         weight_map.extend(tensors.iter().map(|t| (t.name.clone(), name.clone().into())));
     }
     let index = json!({"metadata": {"total_size": spec.bytes()}, "weight_map": weight_map});
@@ -319,7 +373,8 @@ pub fn write(dir: &Path, spec: &SynthSpec, progress: &dyn Fn(u64)) -> Result<()>
     Ok(())
 }
 
-fn shard(path: &Path, tensors: &[Planned], seed: u64, progress: &dyn Fn(u64)) -> std::io::Result<()> {
+/// Makes a shard: its header, and room for the data, which begins at the byte that is returned.
+fn header(path: &Path, tensors: &[Planned]) -> std::io::Result<u64> {
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut at = 0;
@@ -333,15 +388,25 @@ fn shard(path: &Path, tensors: &[Planned], seed: u64, progress: &dyn Fn(u64)) ->
     let mut file = File::create(path)?;
     file.write_all(&(text.len() as u64).to_le_bytes())?;
     file.write_all(&text)?;
-    let mut piece = vec![0u8; PIECE.min(tensors.iter().map(|t| t.bytes() as usize).max().unwrap_or(0))];
-    for t in tensors {
-        let bytes = t.bytes() as usize;
-        for start in (0..bytes).step_by(PIECE) {
-            let part = &mut piece[..PIECE.min(bytes - start)];
-            t.fill(seed, start, part);
-            file.write_all(part)?;
-            progress(part.len() as u64);
-        }
+    let begin = 8 + text.len() as u64;
+    file.set_len(begin + at)?;
+    Ok(begin)
+}
+
+/// Bytes of a tensor that begins at `begin` of a file.
+struct Piece<'a> {
+    path: &'a Path,
+    begin: u64,
+    tensor: &'a Planned,
+    bytes: Range<u64>,
+}
+
+impl Piece<'_> {
+    fn write(&self, seed: u64, buffer: &mut Vec<u8>) -> std::io::Result<()> {
+        buffer.resize((self.bytes.end - self.bytes.start) as usize, 0);
+        self.tensor.fill(seed, self.bytes.start as usize, buffer);
+        let mut file = File::options().write(true).open(self.path)?;
+        file.seek(SeekFrom::Start(self.begin + self.bytes.start))?;
+        file.write_all(buffer)
     }
-    file.sync_all()
 }
