@@ -173,7 +173,7 @@ struct ExpertGemmParams {
   int32_t swiglu;                // 1: w13, 0: w2
   int32_t weight_kind;           // 0: NVFP4, 1: BF16
   int32_t splits;                // K splits (w2 with few tokens: 2)
-  int32_t few;                   // 1: few-token kernel (max_routes_per_expert <= 8), 0: many-token kernel
+  int32_t few;                   // 1: few-token kernel (chunks of 8 tokens), 0: many-token kernel
   int32_t route_begin;
   int32_t route_bound;
   int32_t max_routes_per_expert; // bound: min(T, route_bound)
