@@ -111,6 +111,14 @@ pub enum Error {
     #[error("{call} failed with NCCL error {code}: {text}")]
     Nccl { call: String, code: i32, text: String },
 
+    /// NCCL's library is not there, or is too old.
+    #[error("NCCL: {problem}; install NCCL {wanted} or newer (pip: nvidia-nccl-cu13), and name the file in MUSE_SPARK_LAYER_NCCL if it is not on the loader's path")]
+    NcclLibrary { wanted: &'static str, problem: String },
+
+    /// Another rank did not take part in a collective in time, or has left. The group is of no more use.
+    #[error("rank {rank} of {ranks}: {call}: {reason}")]
+    RankLost { rank: usize, ranks: usize, call: String, reason: String },
+
     /// A file could not be read or written.
     #[error("{}: {source}", path.display())]
     File {
@@ -145,6 +153,7 @@ impl Error {
             | Error::Memory { tensor, .. }
             | Error::Alias { tensor, .. }
             | Error::Missing { tensor }
+            | Error::RankLost { call: tensor, .. }
             | Error::Limit { what: tensor, .. }
             | Error::Value { what: tensor, .. } => *tensor = format!("{place}.{tensor}"),
             _ => {}

@@ -2,21 +2,25 @@
 //!
 //! `forward` runs a step on device memory: it allocates nothing, synchronises nothing, uses only the
 //! caller's stream, and may be captured into a CUDA graph, as its first call too. The layer can be called
-//! whole, where the ranks' partials are taken for the sums, or in three segments with the caller's
-//! communication between them:
+//! whole, where the ranks' partials are taken for the sums; over ranks ([`DecoderLayer::forward_with`], with a
+//! [`Collective`] between the segments); or in three segments with the caller's communication between them:
 //!
 //! 1. [`DecoderLayer::attention_block`] to `attn_out`, a partial to be summed over the ranks;
 //! 2. [`DecoderLayer::moe_block`] to `moe_mix`, a partial to be summed over the ranks;
-//! 3. [`DecoderLayer::final_block`].
+//! 3. [`DecoderLayer::final_block`]; up to 8 tokens [`DecoderLayer::unpool_block`] to this rank's slice, to be
+//!    gathered over the ranks, and [`DecoderLayer::ffn_block`].
 //!
 //! [`DecoderLayer::forward_host`] runs a step on host arrays, on either backend: for checks and examples.
 
 use crate::backend::cpu::{Cache, CpuLayer, StepInput, StepOptions, StepOutput};
+use crate::backend::cuda::model as m;
+use crate::collective::{self, Collective, Identity};
 use crate::config::LayerConfig;
 use crate::error::{Error, Result};
 use crate::plan::{Plan, PlanKey};
 use crate::step::{
-    self, Args, AttentionInput, Checked, DeviceInput, DeviceOutput, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
+    self, Args, AttentionInput, Checked, DeviceInput, DeviceOutput, FfnInput, FinalInput, FinalOutput, MoeInput,
+    MoeOutput, Tap,
 };
 use crate::stream::Stream;
 use crate::tensor::DeviceTensor;
@@ -150,10 +154,23 @@ impl DecoderLayer {
 
     /// A step on host arrays. On CUDA it uploads, runs and downloads: convenient, not fast.
     pub fn forward_host(&self, input: &StepInput, cache: &mut Cache, options: &StepOptions) -> Result<StepOutput> {
+        self.forward_host_with(input, cache, options, &Identity)
+    }
+
+    /// The same on one of several ranks, each in a thread or process of its own.
+    pub fn forward_host_with(
+        &self,
+        input: &StepInput,
+        cache: &mut Cache,
+        options: &StepOptions,
+        ranks: &dyn Collective,
+    ) -> Result<StepOutput> {
         match &self.engine {
-            Engine::Cpu(layer) => layer.forward(input, cache, options),
+            Engine::Cpu(layer) => layer.forward_with(input, cache, options, ranks),
             #[cfg(feature = "cuda")]
-            Engine::Cuda { device, .. } => crate::backend::cuda::host::forward(self, device, input, cache, options),
+            Engine::Cuda { device, .. } => {
+                crate::backend::cuda::host::forward(self, device, input, cache, options, ranks)
+            }
         }
     }
 }
@@ -183,7 +200,21 @@ impl DecoderLayer {
         output: &DeviceOutput,
         stream: Stream,
     ) -> Result<()> {
-        self.whole(plan, workspace, input, output, stream, None)
+        self.whole(plan, workspace, input, output, Call { stream, after: None, ranks: &Identity })
+    }
+
+    /// A whole step on one of several ranks: `ranks` sums and gathers between the segments, on `stream`. The taps
+    /// `attn_out` and `moe_mix` are the sums then, and `ffn_out` has every slice. All ranks make the same calls.
+    pub fn forward_with(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &DeviceInput,
+        output: &DeviceOutput,
+        stream: Stream,
+        ranks: &dyn Collective,
+    ) -> Result<()> {
+        self.whole(plan, workspace, input, output, Call { stream, after: None, ranks })
     }
 
     /// A step that calls `after` with the name of each operation once it is queued, so that a benchmark
@@ -198,7 +229,7 @@ impl DecoderLayer {
         stream: Stream,
         after: &After,
     ) -> Result<()> {
-        self.whole(plan, workspace, input, output, stream, Some(after))
+        self.whole(plan, workspace, input, output, Call { stream, after: Some(after), ranks: &Identity })
     }
 
     fn whole(
@@ -207,11 +238,11 @@ impl DecoderLayer {
         workspace: &mut Workspace,
         input: &DeviceInput,
         output: &DeviceOutput,
-        stream: Stream,
-        after: Option<&After>,
+        call: Call,
     ) -> Result<()> {
         let checked = step::check_step(plan, input, output, self.has_next_norm)?;
-        self.run(plan, workspace, checked, (stream, after), Segment::Whole, |args, scratch| {
+        collective::check_rank(call.ranks, plan.key.rank as usize, m::RANKS as usize)?;
+        self.run(plan, workspace, checked, call, Segment::Whole, |args, scratch| {
             let tap = |tap| output.taps.get(tap).map(DeviceTensor::ptr);
             attention_args(args, &input.attention);
             args.attn_core = tap(Tap::AttnCore).unwrap_or(0);
@@ -227,6 +258,12 @@ impl DecoderLayer {
             args.expert_input = tap(Tap::ExpertInput).unwrap_or(0);
             args.moe_mix = tap(Tap::MoeMix).unwrap_or(scratch.moe_mix);
             args.ffn_out = tap(Tap::FfnOut).unwrap_or(0);
+            if plan.sliced() && !call.ranks.is_identity() {
+                let bytes = 4 * u64::from(plan.key.tokens * m::UNPOOL_SLICE);
+                args.slices = scratch.slices;
+                args.slice = scratch.slices + call.ranks.rank() as u64 * bytes;
+                args.slice_ranks = call.ranks.ranks() as u32;
+            }
             args.hidden = output.hidden.as_ref().map_or(0, DeviceTensor::ptr);
             args.stream_out = output.stream.ptr();
         })
@@ -242,7 +279,7 @@ impl DecoderLayer {
         stream: Stream,
     ) -> Result<()> {
         let checked = step::check_attention_block(plan, input, attn_out)?;
-        self.run(plan, workspace, checked, (stream, None), Segment::Attention, |args, _| {
+        self.run(plan, workspace, checked, Call::own(stream), Segment::Attention, |args, _| {
             attention_args(args, input);
             args.attn_out = attn_out.ptr();
         })
@@ -258,7 +295,7 @@ impl DecoderLayer {
         stream: Stream,
     ) -> Result<()> {
         let checked = step::check_moe_block(plan, input, output)?;
-        self.run(plan, workspace, checked, (stream, None), Segment::Moe, |args, scratch| {
+        self.run(plan, workspace, checked, Call::own(stream), Segment::Moe, |args, scratch| {
             args.stream = input.stream.ptr();
             args.attn_out = input.attn_out.ptr();
             args.local_start = input.local_start.ptr();
@@ -271,7 +308,9 @@ impl DecoderLayer {
         })
     }
 
-    /// Segment 3: the unpooler and the final boundary.
+    /// Segment 3: the unpooler and the final boundary. Up to 8 tokens the unpooler is sliced over the ranks, and
+    /// this takes the own slice for the whole: with ranks it is [`DecoderLayer::unpool_block`], a gather, and
+    /// [`DecoderLayer::ffn_block`] then.
     pub fn final_block(
         &self,
         plan: &Plan,
@@ -281,7 +320,7 @@ impl DecoderLayer {
         stream: Stream,
     ) -> Result<()> {
         let checked = step::check_final_block(plan, input, output, self.has_next_norm)?;
-        self.run(plan, workspace, checked, (stream, None), Segment::Final, |args, _| {
+        self.run(plan, workspace, checked, Call::own(stream), Segment::Final, |args, _| {
             args.stream_after_attn = input.stream_after_attn.ptr();
             args.moe_mix = input.moe_mix.ptr();
             args.hidden = output.hidden.as_ref().map_or(0, DeviceTensor::ptr);
@@ -300,6 +339,42 @@ impl DecoderLayer {
         }
     }
 
+    /// The first half of segment 3 at up to 8 tokens: `moe_mix` BF16 `[T, 4096]`, summed over the ranks, to this
+    /// rank's `slice` FP32 `[T, 1024]`, to be gathered over the ranks.
+    pub fn unpool_block(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        moe_mix: &DeviceTensor,
+        slice: &DeviceTensor,
+        stream: Stream,
+    ) -> Result<()> {
+        let checked = step::check_unpool_block(plan, moe_mix, slice)?;
+        self.run(plan, workspace, checked, Call::own(stream), Segment::Unpool, |args, _| {
+            args.moe_mix = moe_mix.ptr();
+            args.slice = slice.ptr();
+        })
+    }
+
+    /// The second half: the final boundary over the gathered slices.
+    pub fn ffn_block(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        input: &FfnInput,
+        output: &FinalOutput,
+        stream: Stream,
+    ) -> Result<()> {
+        let checked = step::check_ffn_block(plan, input, output, self.has_next_norm)?;
+        self.run(plan, workspace, checked, Call::own(stream), Segment::Ffn, |args, _| {
+            args.stream_after_attn = input.stream_after_attn.ptr();
+            args.slices = input.slices.ptr();
+            args.slice_ranks = input.slices.shape()[0] as u32;
+            args.hidden = output.hidden.as_ref().map_or(0, DeviceTensor::ptr);
+            args.stream_out = output.stream.ptr();
+        })
+    }
+
     /// Fills the arguments and launches a segment.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn run(
@@ -307,7 +382,7 @@ impl DecoderLayer {
         plan: &Plan,
         workspace: &mut Workspace,
         checked: Checked,
-        (stream, after): (Stream, Option<&After>),
+        call: Call,
         segment: Segment,
         fill: impl FnOnce(&mut Args, &Layout),
     ) -> Result<()> {
@@ -331,11 +406,12 @@ impl DecoderLayer {
                 let mut args = Args::default();
                 fill(&mut args, &scratch);
                 let launch = Launch {
-                    stream: stream.as_ptr(),
+                    stream: call.stream.as_ptr(),
                     sm_count: device.sm_count() as i32,
                     dependent: plan.key.dependent_launch as i32,
                 };
-                Step { device, weights, plan, scratch, args, launch, after }.run(segment)
+                let Call { ranks, after, .. } = call;
+                Step { device, weights, plan, scratch, args, launch, ranks, after }.run(segment)
             }
         }
     }
@@ -370,6 +446,22 @@ impl DecoderLayer {
 #[doc(hidden)]
 pub type After<'a> = dyn Fn(&'static str) -> Result<()> + 'a;
 
+/// How a call runs: where, over which ranks, and what a caller who measures does in between.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+struct Call<'a> {
+    stream: Stream,
+    ranks: &'a dyn Collective,
+    after: Option<&'a After<'a>>,
+}
+
+impl Call<'_> {
+    /// A segment: the communication is the caller's.
+    fn own(stream: Stream) -> Self {
+        Call { stream, ranks: &Identity, after: None }
+    }
+}
+
 /// The parts of a layer between which ranks communicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -378,6 +470,8 @@ enum Segment {
     Attention,
     Moe,
     Final,
+    Unpool,
+    Ffn,
 }
 
 fn attention_args(args: &mut Args, x: &AttentionInput) {
@@ -402,12 +496,24 @@ impl Step<'_> {
         match segment {
             Segment::Whole => {
                 self.attention_block()?;
+                self.sum_attn_out()?;
                 self.moe_block()?;
-                self.final_block()
+                self.sum_moe_mix()?;
+                self.unpooler()?;
+                self.gather_slices()?;
+                self.ffn_boundary()
             }
             Segment::Attention => self.attention_block(),
             Segment::Moe => self.moe_block(),
-            Segment::Final => self.final_block(),
+            Segment::Final => {
+                self.unpooler()?;
+                self.ffn_boundary()
+            }
+            Segment::Unpool => {
+                self.unpooler()?;
+                self.slice_sum()
+            }
+            Segment::Ffn => self.ffn_boundary(),
         }
     }
 
@@ -436,10 +542,5 @@ impl Step<'_> {
             self.combine(pass)?;
         }
         Ok(())
-    }
-
-    fn final_block(&self) -> Result<()> {
-        self.unpooler()?;
-        self.ffn_boundary()
     }
 }

@@ -7,6 +7,7 @@
 //! | [`config`] | dimensions, and the choices a step makes |
 //! | [`plan`] | what a step launches: plain data, printable |
 //! | [`step`] | a step's tensors in device memory, and their checks |
+//! | [`collective`] | what ranks say to each other between the segments |
 //! | [`kv_cache`], [`workspace`], [`stream`] | views of the cache, scratch memory, the caller's stream |
 //! | [`weights`] | from host arrays, device memory or safetensors; NVFP4 |
 //! | [`routing`] | top 8 and the expert lists, for the CPU |
@@ -19,6 +20,7 @@
 
 pub mod backend;
 pub mod capi;
+pub mod collective;
 pub mod config;
 #[cfg(feature = "dlpack")]
 pub mod dlpack;
@@ -36,6 +38,7 @@ pub mod tensor;
 pub mod weights;
 pub mod workspace;
 
+pub use collective::{Collective, Identity};
 pub use config::{LayerConfig, LayerKind, QueryPrecision, Taps, WeightKind};
 pub use error::{Error, Result};
 pub use kv_cache::PagedKvCache;

@@ -13,6 +13,7 @@
 
 use crate::backend::cpu::{Batch, Cache, StepInput, StepOptions, StepOutput};
 use crate::backend::cuda::model as m;
+use crate::collective::{Collective, Identity};
 use crate::config::{LayerKind, Taps};
 use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
@@ -265,15 +266,40 @@ impl DecoderStack {
         output: &StackOutput,
         stream: Stream,
     ) -> Result<()> {
+        self.queue(plan, workspace, range, (input, output), stream, &Identity)
+    }
+
+    /// A step of all layers on one of several ranks: `ranks` sums and gathers between the segments of each layer, as
+    /// in [`DecoderLayer::forward_with`].
+    pub fn forward_with(
+        &self,
+        plan: &StackPlan,
+        workspace: &mut Workspace,
+        input: &StackInput,
+        output: &StackOutput,
+        stream: Stream,
+        ranks: &dyn Collective,
+    ) -> Result<()> {
+        self.queue(plan, workspace, 0..self.layers.len(), (input, output), stream, ranks)
+    }
+
+    fn queue(
+        &self,
+        plan: &StackPlan,
+        workspace: &mut Workspace,
+        range: Range<usize>,
+        (input, output): (&StackInput, &StackOutput),
+        stream: Stream,
+        ranks: &dyn Collective,
+    ) -> Result<()> {
         let steps = self.steps(plan, workspace, range.clone(), input, output)?;
         // Every layer's arguments before the first launch.
         for (i, (input, output)) in range.clone().zip(&steps) {
             let checked = self.layers[i].1.check(plan.layer(i), input, output);
             checked.map_err(|e| e.within(&format!("layers[{i}]")))?;
         }
-        // One call a layer: what ranks exchange between a layer's segments is the layer's.
         for (i, (input, output)) in range.zip(&steps) {
-            let queued = self.layers[i].1.forward(plan.layer(i), workspace, input, output, stream);
+            let queued = self.layers[i].1.forward_with(plan.layer(i), workspace, input, output, stream, ranks);
             queued.map_err(|e| e.within(&format!("layers[{i}]")))?;
         }
         Ok(())
@@ -374,6 +400,17 @@ impl DecoderStack {
         caches: &mut [Cache],
         options: &StepOptions,
     ) -> Result<Vec<StepOutput>> {
+        self.forward_host_with(input, caches, options, &Identity)
+    }
+
+    /// The same on one of several ranks, each in a thread or process of its own.
+    pub fn forward_host_with(
+        &self,
+        input: &HostStackInput,
+        caches: &mut [Cache],
+        options: &StepOptions,
+        ranks: &dyn Collective,
+    ) -> Result<Vec<StepOutput>> {
         if caches.len() != self.layers.len() {
             return Err(Error::Value {
                 what: "caches".into(),
@@ -395,7 +432,7 @@ impl DecoderStack {
                 num_tokens_non_padded: input.num_tokens_non_padded,
             };
             let options = StepOptions { kind: *kind, ..*options };
-            let output = layer.forward_host(&step, cache, &options);
+            let output = layer.forward_host_with(&step, cache, &options, ranks);
             outputs.push(output.map_err(|e| e.within(&format!("layers[{i}]")))?);
         }
         Ok(outputs)

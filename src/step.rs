@@ -65,6 +65,15 @@ pub struct FinalInput {
     pub moe_mix: DeviceTensor,
 }
 
+/// Inputs of the final boundary behind a gather (up to 8 tokens).
+#[derive(Clone, Debug)]
+pub struct FfnInput {
+    /// FP32 `[T, 8192]`.
+    pub stream_after_attn: DeviceTensor,
+    /// FP32 `[ranks, T, 1024]`: the ranks' slices. Columns past the last one are zeros.
+    pub slices: DeviceTensor,
+}
+
 /// Outputs of the unpooler and the final boundary.
 #[derive(Clone, Debug)]
 pub struct FinalOutput {
@@ -388,6 +397,44 @@ pub fn check_final_block<'a>(
     c.apart()
 }
 
+/// The plan slices the unpooler over the ranks.
+fn sliced(plan: &Plan) -> Result<()> {
+    if plan.sliced() {
+        return Ok(());
+    }
+    let planned = format!("{} (the unpooler is not sliced)", plan.key.tokens);
+    Err(Error::Plan { field: "tokens", planned, got: "a block of the sliced unpooler".into() })
+}
+
+/// Checks the sliced unpooler.
+pub fn check_unpool_block<'a>(plan: &Plan, moe_mix: &'a DeviceTensor, slice: &'a DeviceTensor) -> Result<Checked<'a>> {
+    sliced(plan)?;
+    let mut c = Checked::new();
+    let t = plan.key.tokens as usize;
+    c.input("moe_mix", moe_mix, DType::Bf16, &[t, m::EXPERT_DIM as usize], 16)?;
+    c.output("slice", slice, DType::F32, &[t, m::UNPOOL_SLICE as usize])?;
+    c.apart()
+}
+
+/// Checks the final boundary behind a gather.
+pub fn check_ffn_block<'a>(
+    plan: &Plan,
+    input: &'a FfnInput,
+    output: &'a FinalOutput,
+    has_next_norm: bool,
+) -> Result<Checked<'a>> {
+    sliced(plan)?;
+    let mut c = Checked::new();
+    let t = plan.key.tokens as usize;
+    let wide = [t, m::HIDDEN as usize];
+    let ranks = input.slices.shape().first().copied().unwrap_or(0).clamp(1, m::RANKS as usize);
+    c.input("stream_after_attn", &input.stream_after_attn, DType::F32, &wide, 16)?;
+    c.input("slices", &input.slices, DType::F32, &[ranks, t, m::UNPOOL_SLICE as usize], 16)?;
+    hidden(&mut c, &wide, output.hidden.as_ref(), has_next_norm)?;
+    c.output("stream (output)", &output.stream, DType::F32, &wide)?;
+    c.apart()
+}
+
 /// Device addresses of a call's own tensors. 0: absent, or not part of the segment.
 #[derive(Clone, Copy, Debug, Default)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -411,6 +458,10 @@ pub(crate) struct Args {
     pub attn_out: u64,
     pub stream_after_attn: u64,
     pub moe_mix: u64,
+    /// This rank's slice of the unpooled branch, and all ranks' (0: not gathered).
+    pub slice: u64,
+    pub slices: u64,
+    pub slice_ranks: u32,
     pub topk_ids: u64,
     pub topk_scores: u64,
     pub ffn_input: u64,

@@ -11,14 +11,17 @@
 //! most tokens), scattered page tables, unit keys or keys that share a direction, per-expert global
 //! scales. Experts are made as codes and scales, never quantised from wider values.
 
+mod weights;
+
+pub use weights::{rank_weights, stress, weights, whole_config};
+
 use crate::backend::cpu::{Batch, Cache, StepInput};
-use crate::config::{LayerConfig, LayerKind, WeightKind};
+use crate::config::{LayerConfig, LayerKind};
 use crate::error::{Error, Result};
 use crate::numerics::f32_to_e4m3;
-use crate::tensor::{HostTensor, NamedTensors};
+use crate::tensor::NamedTensors;
 use half::bf16;
 use rayon::prelude::*;
-use std::ops::Range;
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 /// The standard deviation of the sum of four uniform 16-bit integers, inverted.
@@ -101,12 +104,16 @@ impl Stream {
         Self::fill(n, |i| self.normal(i))
     }
 
-    fn bytes(self, n: usize) -> Vec<u8> {
+    /// `n` bytes from byte `first` on.
+    fn bytes_from(self, first: usize, n: usize) -> Vec<u8> {
         let mut out = vec![0u8; n];
         out.par_chunks_mut(CHUNK).enumerate().for_each(|(c, part)| {
-            for (i, v) in part.chunks_mut(8).enumerate() {
-                let word = self.bits((c * CHUNK / 8 + i) as u64).to_le_bytes();
-                v.copy_from_slice(&word[..v.len()]);
+            let (mut at, mut rest) = ((first + c * CHUNK) as u64, part);
+            while !rest.is_empty() {
+                let word = &self.bits(at / 8).to_le_bytes()[(at % 8) as usize..];
+                let (now, later) = rest.split_at_mut(word.len().min(rest.len()));
+                now.copy_from_slice(&word[..now.len()]);
+                (at, rest) = (at + now.len() as u64, later);
             }
         });
         out
@@ -117,143 +124,6 @@ impl Stream {
 fn stream_basis(hidden: usize) -> (Vec<f32>, Vec<f32>) {
     let mean = Stream::new(STREAM_SEED, "mean").normals(hidden);
     (mean, Stream::new(STREAM_SEED, "shared").normals(STREAM_RANK * hidden))
-}
-
-/// A factor from 1/4 to 3.875: an output scale of one expert.
-fn expert_factor(bits: u64) -> f32 {
-    (16 + ((bits >> 2) & 15)) as f32 * 2f32.powi((bits & 3) as i32 - 6)
-}
-
-/// Weights of a layer under the names and in the types of the reference
-/// ([`crate::backend::cpu::CpuWeights`] lists them).
-pub fn weights(config: &LayerConfig, seed: u64) -> Result<NamedTensors<'static>> {
-    config.validate()?;
-    let (hidden, dim, local) = (config.hidden, config.expert_dim, config.local_experts);
-    let mut out = NamedTensors::new();
-    let mut bf16s = |name: &str, shape: &[usize], std: f32| {
-        let stream = Stream::new(seed, name);
-        let data = Stream::fill(shape.iter().product(), |i| bf16::from_f32(stream.normal(i) * std));
-        out.insert(name, HostTensor::bf16(shape, data));
-    };
-    let fan_in = |k: usize| (1.0 / (k as f64).sqrt()) as f32;
-    bf16s("qkv_gate", &[config.qkv_rows(), hidden], fan_in(hidden));
-    bf16s("o", &[hidden, config.q_size()], fan_in(config.q_size()));
-    bf16s("attn_residual_gate", &[hidden], 0.3);
-    bf16s("pre_ffn_norm", &[hidden], 0.1);
-    bf16s("pooler", &[dim, hidden], fan_in(hidden));
-    bf16s("pre_expert_norm", &[dim], 0.1);
-    bf16s("post_expert_norm", &[dim], 0.1);
-    bf16s("unpooler", &[hidden, dim], fan_in(dim));
-    bf16s("post_ffn_norm", &[hidden], 0.1);
-    bf16s("ffn_residual_gate", &[hidden], 0.3);
-    bf16s("next_pre_attn_norm", &[hidden], 0.1);
-
-    // Router rows: noise, and a part along the stream's mean that makes some experts popular.
-    let widen = (8192.0 / hidden as f64).sqrt();
-    let (std, align) = ((0.045 * widen) as f32, (0.07 * widen) as f32);
-    let (mean, _) = stream_basis(hidden);
-    let mean: Vec<f32> = mean.iter().map(|m| m * fan_in(hidden)).collect();
-    let (noise, along) = (Stream::new(seed, "router"), Stream::new(seed, "router/align"));
-    let router = Stream::fill(config.n_experts * hidden, |i| {
-        let (row, column) = (i / hidden as u64, i as usize % hidden);
-        noise.normal(i) * std + along.normal(row) * align * mean[column]
-    });
-    out.insert("router", HostTensor::f32(&[config.n_experts, hidden], router));
-    let bias: Vec<f32> = Stream::new(seed, "router_bias").normals(config.n_experts).iter().map(|b| b * 0.055).collect();
-    out.insert("router_bias", HostTensor::f32(&[config.n_experts], bias));
-
-    for (name, rows) in [("w13", 2 * dim), ("w2", dim)] {
-        let factors = Stream::new(seed, &format!("{name}_gs"));
-        match config.experts {
-            WeightKind::Nvfp4 => {
-                let codes = Stream::new(seed, name).bytes(local * rows * dim / 2);
-                out.insert(name, HostTensor::u8(&[local, rows, dim / 2], codes));
-                let scales = block_scales(seed, &format!("{name}_sf"), local * rows * dim / 16);
-                out.insert(&format!("{name}_sf"), HostTensor::e4m3(&[local, rows, dim / 16], scales));
-                // A code times a scale has a root mean square of 220.
-                let unit = (1.0 / (220.0 * (dim as f64).sqrt())) as f32;
-                let per = if name == "w13" { 2 } else { 1 };
-                let gs: Vec<f32> = (0..local * per).map(|i| unit * expert_factor(factors.bits(i as u64))).collect();
-                let shape = if per == 2 { vec![local, 2] } else { vec![local] };
-                out.insert(&format!("{name}_gs"), HostTensor::f32(&shape, gs));
-            }
-            WeightKind::Bf16 => {
-                let stream = Stream::new(seed, name);
-                let each = (rows * dim) as u64;
-                let data = Stream::fill(local * rows * dim, |i| {
-                    bf16::from_f32(stream.normal(i) * (fan_in(dim) * expert_factor(factors.bits(i / each))))
-                });
-                out.insert(name, HostTensor::bf16(&[local, rows, dim], data));
-            }
-        }
-    }
-    Ok(out)
-}
-
-/// E4M3 scales from 32 to 120, one in 64 anything from 0 to 448, subnormals included.
-fn block_scales(seed: u64, name: &str, n: usize) -> Vec<u8> {
-    let mut out = Stream::new(seed, name).bytes(n);
-    let rare = Stream::new(seed, &format!("{name}/rare"));
-    out.par_chunks_mut(CHUNK).enumerate().for_each(|(c, part)| {
-        for (i, b) in part.iter_mut().enumerate() {
-            *b = match *b {
-                0..=3 => (rare.byte((c * CHUNK + i) as u64) & 0x7f).min(0x7e),
-                b => 0x60 + (b & 15),
-            };
-        }
-    });
-    out
-}
-
-/// Weights that show what the usual ones hide: residual gates that reach the clamp, norm weights far
-/// from 1, branches small enough for every epsilon to count, experts whose block scales are subnormal.
-pub fn stress(config: &LayerConfig, tensors: &mut NamedTensors<'static>) -> Result<()> {
-    let dense = |tensors: &mut NamedTensors<'static>, name: &str, rows: Range<usize>, factor: f32| -> Result<()> {
-        let tensor = tensors.get(name)?;
-        let width = tensor.len() / tensor.shape[0];
-        let mut data = tensor.as_bf16(name)?.to_vec();
-        for v in &mut data[rows.start * width..rows.end * width] {
-            *v = bf16::from_f32(v.to_f32() * factor);
-        }
-        let tensor = HostTensor::bf16(&tensor.shape.clone(), data);
-        tensors.insert(name, tensor);
-        Ok(())
-    };
-    for name in ["attn_residual_gate", "ffn_residual_gate"] {
-        dense(tensors, name, 0..config.hidden, 8.0)?;
-    }
-    for name in ["pre_ffn_norm", "pre_expert_norm", "post_expert_norm", "post_ffn_norm", "next_pre_attn_norm"] {
-        let n = tensors.get(name)?.len();
-        dense(tensors, name, 0..n, 5.0)?;
-    }
-    dense(tensors, "qkv_gate", 0..config.q_size() + 2 * config.kv_size(), 2f32.powi(-8))?;
-    dense(tensors, "o", 0..config.hidden, 2f32.powi(-9))?;
-    dense(tensors, "unpooler", 0..config.hidden, 2f32.powi(-9))?;
-    dense(tensors, "pooler", 0..config.expert_dim, 2f32.powi(-9))?;
-    if config.experts == WeightKind::Nvfp4 {
-        for name in ["w13", "w2"] {
-            let scales_name = format!("{name}_sf");
-            let scales = tensors.get(&scales_name)?;
-            let (shape, mut data) = (scales.shape.clone(), scales.as_e4m3(&scales_name)?.to_vec());
-            let each = data.len() / config.local_experts;
-            let gs_name = format!("{name}_gs");
-            let gs = tensors.get(&gs_name)?;
-            let (gs_shape, mut gs) = (gs.shape.clone(), gs.as_f32(&gs_name)?.to_vec());
-            let per = gs.len() / config.local_experts;
-            for e in (0..config.local_experts).step_by(2) {
-                for b in &mut data[e * each..(e + 1) * each] {
-                    *b = f32_to_e4m3(crate::numerics::e4m3_to_f32(*b) * 2f32.powi(-14));
-                }
-                gs[e * per..(e + 1) * per].iter_mut().for_each(|g| *g *= 2f32.powi(14));
-            }
-            if name == "w2" {
-                gs.iter_mut().for_each(|g| *g *= 2f32.powi(-9));
-            }
-            tensors.insert(&scales_name, HostTensor::e4m3(&shape, data));
-            tensors.insert(&gs_name, HostTensor::f32(&gs_shape, gs));
-        }
-    }
-    Ok(())
 }
 
 /// How request lengths spread around [`StepSpec::ctx`].
@@ -401,6 +271,15 @@ pub struct SyntheticCache {
 }
 
 impl SyntheticCache {
+    /// The part of the heads `heads` of `kv_heads`, each of `head_dim`.
+    pub fn of_heads(&self, heads: std::ops::Range<usize>, kv_heads: usize, head_dim: usize) -> SyntheticCache {
+        let part = |x: &[u8]| -> Vec<u8> {
+            let rows = x.chunks(kv_heads * head_dim);
+            rows.flat_map(|row| row[heads.start * head_dim..heads.end * head_dim].iter().copied()).collect()
+        };
+        SyntheticCache { k: part(&self.k), v: part(&self.v), ..*self }
+    }
+
     /// The cache as the CPU layer takes it.
     pub fn view(&mut self) -> Cache<'_> {
         Cache {

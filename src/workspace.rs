@@ -100,6 +100,8 @@ pub struct Layout {
     pub moe_mix: u64,
     /// FP32 `[splits][T][columns]`, or BF16 `[T][columns]`.
     pub unpooled: u64,
+    /// FP32 `[8][T][1024]`, rank by rank (sliced unpooler).
+    pub slices: u64,
     /// The first byte past the last region.
     pub end: u64,
 }
@@ -129,6 +131,7 @@ impl Layout {
         let (expert_dim, experts) = (m::EXPERT_DIM as u64, m::EXPERTS as u64);
         let (bound, passes) = (l.experts.route_bound as u64, l.experts.passes);
         let (split, tiled) = if l.attention.tiled { (0, 1) } else { (l.attention.splits as u64, 0) };
+        let slice = m::UNPOOL_SLICE as u64;
         let y_f32 = l.experts.w2_splits > 1;
         // Some regions belong to one form of an operation only: an extent of 0 leaves them empty.
         let mut out = Layout {
@@ -161,6 +164,7 @@ impl Layout {
                 if l.unpooler.out_f32 { 4 } else { 2 },
                 &[l.unpooler.splits as u64, t, l.unpooler.rows as u64],
             ),
+            slices: c.take("slices", 4, &[u64::from(l.unpooler.rows < m::HIDDEN), m::RANKS as u64, t, slice]),
             end: 0,
         };
         out.end = c.at;

@@ -42,6 +42,8 @@ MSL_OPERATION(w13, ExpertGemmParams)
 MSL_OPERATION(w2, ExpertGemmParams)
 MSL_OPERATION(combine, CombineParams)
 MSL_OPERATION(ffn_boundary, FfnBoundaryParams)
+MSL_OPERATION(slice_sum, SliceSumParams)
+MSL_OPERATION(prefetch, PrefetchParams)
 MSL_OPERATION(pack_dense, PackDenseParams)
 MSL_OPERATION(pack_router, PackRouterParams)
 MSL_OPERATION(pack_experts, PackExpertsParams)
@@ -52,7 +54,8 @@ int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionPa
 }
 
 int32_t prepare_all() {
-  for (int (*prepare)() : {prepare_dense, prepare_attention, prepare_residual, prepare_moe, prepare_experts}) {
+  for (int (*prepare)() : {prepare_dense, prepare_attention, prepare_residual, prepare_moe, prepare_experts,
+                            prepare_collective}) {
     if (const int code = prepare()) return told(code);
   }
   return cudaSuccess;

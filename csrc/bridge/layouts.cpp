@@ -73,6 +73,14 @@ rust::String layouts() {
   FIELD(FfnBoundaryParams, next_norm_weight); FIELD(FfnBoundaryParams, stream_out); FIELD(FfnBoundaryParams, hidden);
   FIELD(FfnBoundaryParams, ffn_out); FIELD(FfnBoundaryParams, tokens); FIELD(FfnBoundaryParams, splits);
   FIELD(FfnBoundaryParams, branch_f32); FIELD(FfnBoundaryParams, column_begin); FIELD(FfnBoundaryParams, columns);
+  FIELD(FfnBoundaryParams, slice);
+  BEGIN(SliceSumParams);
+  FIELD(SliceSumParams, parts); FIELD(SliceSumParams, out); FIELD(SliceSumParams, tokens);
+  FIELD(SliceSumParams, splits); FIELD(SliceSumParams, columns);
+  BEGIN(PrefetchSpan);
+  FIELD(PrefetchSpan, data); FIELD(PrefetchSpan, stride); FIELD(PrefetchSpan, runs); FIELD(PrefetchSpan, run_bytes);
+  BEGIN(PrefetchParams);
+  FIELD(PrefetchParams, first); FIELD(PrefetchParams, second);
   BEGIN(PackDenseParams);
   FIELD(PackDenseParams, src); FIELD(PackDenseParams, dst); FIELD(PackDenseParams, rows); FIELD(PackDenseParams, k);
   BEGIN(PackRouterParams);

@@ -200,7 +200,8 @@ struct CombineParams {
 // stream = alpha * stream_after_attn + beta * rms(f, 1e-8); hidden = rms(stream, 1e-5) * (1 + next_pre_attn_norm).
 struct FfnBoundaryParams {
   const float* stream;           // FP32 [T][8192] (stream_after_attn)
-  const void* branch;            // FP32 [splits][T][columns] when branch_f32, else BF16 [T][columns]
+  const void* branch;            // FP32 [splits][T][columns] when branch_f32, else BF16 [T][columns]; gathered slices:
+                                 // FP32 [columns / slice][T][slice], one split
   const float* alpha;            // FP32 [8192]
   const float* beta;             // FP32 [8192]
   const float* post_norm_weight; // FP32 [8192], 1 + w
@@ -212,7 +213,29 @@ struct FfnBoundaryParams {
   int32_t splits;
   int32_t branch_f32;
   int32_t column_begin;          // first column of the slice
-  int32_t columns;               // 8192, or 1024 with the sliced unpooler
+  int32_t columns;               // 8192, or 1024 with the sliced unpooler, or the gathered slices' together
+  int32_t slice;                 // columns next to each other in a token's row: `columns`, or 1024 of gathered slices
+};
+
+// slice_sum: adds the splits of the sliced unpooler, in order: what the ranks gather.
+struct SliceSumParams {
+  const float* parts;            // FP32 [splits][T][columns]
+  float* out;                    // FP32 [T][columns]
+  int32_t tokens;
+  int32_t splits;
+  int32_t columns;               // a multiple of 4
+};
+
+// prefetch: runs of `run_bytes` (a multiple of 16; 0: none), `stride` bytes apart, to the L2 cache. No effect but time.
+struct PrefetchSpan {
+  const void* data;
+  int64_t stride;
+  int32_t runs;
+  int32_t run_bytes;
+};
+struct PrefetchParams {
+  PrefetchSpan first;
+  PrefetchSpan second;
 };
 
 // pack_dense: row-major BF16 [rows][k] -> 64 x 64 tiles (gemm/dense_tile.h).

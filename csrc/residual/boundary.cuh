@@ -1,7 +1,8 @@
 // The two residual boundaries, one token to a cluster of CTAs.
 //
 //   attn_boundary  s' = alpha s + beta rms(b, 1e-8);  h = rms(s', 1e-5) (1 + w), kept as three BF16 planes
-//   ffn_boundary   f = (sum of the unpooler's splits, zero outside its columns) (1 + post);
+//   ffn_boundary   f = (sum of the unpooler's splits, or the ranks' gathered slices; zero outside their columns)
+//                  (1 + post);
 //                  s' = alpha s + beta rms(f, 1e-8);  hidden = rms(s', 1e-5) (1 + next), BF16
 //
 // A CTA owns 8192 / kCtas columns of one token, in runs of 128 columns a warp, dealt in turn to the CTAs of
@@ -163,7 +164,10 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
                                                           token * p.columns + column)));
       continue;
     }
-    const float* branch = static_cast<const float*>(p.branch) + token * p.columns + column;
+    // Gathered slices lie rank by rank, each with all tokens; else there is one slice, of all columns.
+    const int rank = column / p.slice;
+    const float* branch =
+        static_cast<const float*>(p.branch) + (int64_t(rank) * p.tokens + token) * p.slice + (column - rank * p.slice);
     const int64_t stride = int64_t(p.tokens) * p.columns;
     for (int s = 0; s < p.splits; s += 8) {  // eight loads under way, added in order
       float4 part[8];

@@ -21,7 +21,8 @@ fn status(error: &Error) -> i32 {
         Error::NanScale { .. } | Error::File { .. } | Error::Format { .. } | Error::Checkpoint { .. } => 2,
         Error::CudaDimensions { .. } | Error::Unsupported { .. } | Error::UnsupportedGpu { .. } => 3,
         Error::NoCuda | Error::NoDriver | Error::OldDriver { .. } | Error::NoDevice { .. } => 4,
-        Error::Cuda { .. } | Error::OutOfMemory { .. } | Error::ContextLost { .. } | Error::Nccl { .. } => 5,
+        Error::Cuda { .. } | Error::OutOfMemory { .. } | Error::ContextLost { .. } => 5,
+        Error::Nccl { .. } | Error::NcclLibrary { .. } | Error::RankLost { .. } => 5,
         Error::Internal { .. } => 6,
         _ => 1,
     }

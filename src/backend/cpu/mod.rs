@@ -17,6 +17,7 @@ pub use residual::{attn_boundary, ffn_boundary, AttnBoundary, FfnBoundary};
 pub use step::{Batch, Cache, StepInput, StepOptions, StepOutput, TapValues};
 pub use weights::CpuWeights;
 
+use crate::collective::{self, Collective, Identity};
 use crate::config::{LayerConfig, Taps};
 use crate::error::{Error, Result};
 use crate::routing::ExpertLists;
@@ -153,12 +154,28 @@ impl<'a> CpuLayer<'a> {
 
     /// The whole layer, with the identity in place of the communication between ranks.
     pub fn forward(&self, input: &StepInput, cache: &mut Cache, options: &StepOptions) -> Result<StepOutput> {
+        self.forward_with(input, cache, options, &Identity)
+    }
+
+    /// The whole layer on one of several ranks. The taps `attn_out` and `moe_mix` are the ranks' sums, and `ffn_out`
+    /// has every slice.
+    pub fn forward_with(
+        &self,
+        input: &StepInput,
+        cache: &mut Cache,
+        options: &StepOptions,
+        ranks: &dyn Collective,
+    ) -> Result<StepOutput> {
         let tokens = self.tokens("stream", input.stream.len(), self.config.hidden, None)?;
         self.tokens("attn_input", input.attn_input.len(), self.config.hidden, Some(tokens))?;
-        let attention = self.attention_segment(input.attn_input, &input.batch, cache, options)?;
-        let moe =
+        collective::check_rank(ranks, options.rank, self.config.hidden / self.config.unpool_slice)?;
+        let mut attention = self.attention_segment(input.attn_input, &input.batch, cache, options)?;
+        sum(ranks, "attn_out", &mut attention.attn_out)?;
+        let mut moe =
             self.moe_segment(input.stream, &attention.attn_out, input.local_start, input.num_tokens_non_padded)?;
-        let ffn_out = self.unpool_segment(&moe.moe_mix, options.rank)?;
+        sum(ranks, "moe_mix", &mut moe.moe_mix)?;
+        let mut ffn_out = self.unpool_segment(&moe.moe_mix, options.rank)?;
+        self.gather_slices(ranks, options.rank, &mut ffn_out)?;
         let end = self.ffn_segment(&moe.stream_after_attn, &ffn_out)?;
         Ok(StepOutput {
             hidden: end.hidden.iter().map(|&v| bf16::from_f32(v)).collect(),
@@ -180,6 +197,23 @@ impl<'a> CpuLayer<'a> {
         })
     }
 
+    /// Completes `ffn_out` `[T, hidden]`, of which this rank has its slice, by the other ranks' slices.
+    fn gather_slices(&self, ranks: &dyn Collective, rank: usize, ffn_out: &mut [f32]) -> Result<()> {
+        let (hidden, width) = (self.config.hidden, self.config.unpool_slice);
+        let tokens = ffn_out.len() / hidden;
+        if ranks.is_identity() || tokens == 0 || !self.config.sliced(tokens) {
+            return Ok(());
+        }
+        let own: Vec<f32> =
+            ffn_out.chunks(hidden).flat_map(|row| row[rank * width..][..width].iter().copied()).collect();
+        let gathered = ranks.all_gather_host("ffn_out", &own)?;
+        for (i, slice) in gathered.chunks(width).enumerate() {
+            let (other, token) = (i / tokens, i % tokens);
+            ffn_out[token * hidden + other * width..][..width].copy_from_slice(slice);
+        }
+        Ok(())
+    }
+
     /// The number of rows of `width` in `elements`, equal to `wanted` where that is given.
     fn tokens(&self, tensor: &str, elements: usize, width: usize, wanted: Option<usize>) -> Result<usize> {
         let tokens = elements / width;
@@ -189,4 +223,12 @@ impl<'a> CpuLayer<'a> {
         }
         Ok(tokens)
     }
+}
+
+/// Puts the ranks' sum in the place of a partial.
+fn sum(ranks: &dyn Collective, name: &'static str, partial: &mut [f32]) -> Result<()> {
+    if ranks.is_identity() || partial.is_empty() {
+        return Ok(());
+    }
+    ranks.all_reduce_host(name, partial)
 }

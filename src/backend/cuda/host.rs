@@ -4,6 +4,7 @@
 
 use crate::backend::cpu::{Cache, StepInput, StepOptions, StepOutput, TapValues};
 use crate::backend::cuda::{Buffer, Device};
+use crate::collective::Collective;
 use crate::config::Taps;
 use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
@@ -145,6 +146,7 @@ pub(crate) fn forward(
     input: &StepInput,
     cache: &mut Cache,
     options: &StepOptions,
+    ranks: &dyn Collective,
 ) -> Result<StepOutput> {
     let config = layer.config();
     let hidden = config.hidden;
@@ -173,7 +175,7 @@ pub(crate) fn forward(
         }
     }
     let output = up.outputs(layer, tokens, taps)?;
-    layer.forward(&plan, &mut workspace, &device_input, &output, Stream::LEGACY)?;
+    layer.forward_with(&plan, &mut workspace, &device_input, &output, Stream::LEGACY, ranks)?;
     device.synchronize()?;
 
     device.read(k.ptr(), cache.k)?;

@@ -11,6 +11,7 @@
 //! | `ops.rs` | one method per operation: fills the struct, calls the entry point |
 //! | `host.rs` | a step on host arrays: upload, run, download |
 //! | `resident.rs` | a step whose tensors live on the device, for measurements |
+//! | `nccl.rs` | collectives between GPUs, feature `nccl` |
 //! | `graph.rs` | streams, events, captured graphs, an emptied L2 cache |
 //!
 //! The decisions and the structs need no toolkit: they are compiled, and tested, in every build.
@@ -26,6 +27,8 @@ pub mod device;
 pub mod graph;
 #[cfg(feature = "cuda")]
 pub mod host;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 #[cfg(feature = "cuda")]
 pub(crate) mod ops;
 #[cfg(feature = "cuda")]

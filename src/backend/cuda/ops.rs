@@ -4,11 +4,14 @@
 
 use crate::backend::cuda::params::*;
 use crate::backend::cuda::{bridge, model as m, Buffer, Device};
+use crate::collective::Collective;
 use crate::config::{QueryPrecision, WeightKind};
 use crate::error::{Error, Result};
 use crate::layer::After;
 use crate::plan::{DensePlan, Plan, RouterForm};
 use crate::step::Args;
+use crate::stream::Stream;
+use crate::tensor::{DType, DeviceTensor};
 use crate::weights::device::DeviceWeights;
 use crate::workspace::Layout;
 
@@ -20,6 +23,7 @@ pub(crate) struct Step<'a> {
     pub scratch: Layout,
     pub args: Args,
     pub launch: Launch,
+    pub ranks: &'a dyn Collective,
     /// Called after each operation is queued, with its name.
     pub after: Option<&'a After<'a>>,
 }
@@ -193,7 +197,7 @@ impl Step<'_> {
             tokens: self.tokens(),
         };
         // SAFETY: as in `qkv_gate`.
-        self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &self.launch) })
+        self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &self.behind_collective()) })
     }
 
     /// Partial logits, FP32 `[splits][T, 256]`, in the form the plan names.
@@ -358,15 +362,32 @@ impl Step<'_> {
         let params =
             self.dense(d, &self.weights.unpooler, self.args.moe_mix, m::EXPERT_DIM as i32, self.scratch.unpooled);
         // SAFETY: as in `qkv_gate`.
-        self.launched("unpooler", unsafe { bridge::unpooler(&params, &self.launch) })
+        self.launched("unpooler", unsafe { bridge::unpooler(&params, &self.behind_collective()) })
+    }
+
+    /// Adds the splits of this rank's slice: FP32 `[T, 1024]`.
+    pub fn slice_sum(&self) -> Result<()> {
+        let d = &self.plan.launches.unpooler;
+        let params = SliceSumParams {
+            parts: self.scratch.unpooled as *const f32,
+            out: self.args.slice as *mut f32,
+            tokens: self.tokens(),
+            splits: d.splits as i32,
+            columns: d.rows as i32,
+        };
+        // SAFETY: as in `qkv_gate`.
+        self.launched("slice_sum", unsafe { bridge::slice_sum(&params, &self.launch) })
     }
 
     /// The second residual boundary and the next layer's norm.
     pub fn ffn_boundary(&self) -> Result<()> {
         let (a, w, d) = (&self.args, &self.weights, &self.plan.launches.unpooler);
+        let gathered = a.slices != 0;
+        let launch = if gathered { self.behind_collective() } else { self.launch };
+        let columns = if gathered { a.slice_ranks * m::UNPOOL_SLICE } else { d.rows };
         let params = FfnBoundaryParams {
             stream: a.stream_after_attn as *const f32,
-            branch: self.scratch.unpooled as *const _,
+            branch: if gathered { a.slices } else { self.scratch.unpooled } as *const _,
             alpha: w.ffn_alpha.ptr() as *const f32,
             beta: w.ffn_beta.ptr() as *const f32,
             post_norm_weight: w.post_ffn_norm.ptr() as *const f32,
@@ -375,12 +396,106 @@ impl Step<'_> {
             hidden: a.hidden as *mut _,
             ffn_out: a.ffn_out as *mut f32,
             tokens: self.tokens(),
-            splits: d.splits as i32,
-            branch_f32: d.out_f32 as i32,
-            column_begin: d.row_begin as i32,
-            columns: d.rows as i32,
+            splits: if gathered { 1 } else { d.splits as i32 },
+            branch_f32: (gathered || d.out_f32) as i32,
+            column_begin: if gathered { 0 } else { d.row_begin as i32 },
+            columns: columns as i32,
+            slice: if gathered { m::UNPOOL_SLICE as i32 } else { columns as i32 },
         };
         // SAFETY: as in `qkv_gate`.
-        self.launched("ffn_boundary", unsafe { bridge::ffn_boundary(&params, &self.launch) })
+        self.launched("ffn_boundary", unsafe { bridge::ffn_boundary(&params, &launch) })
+    }
+}
+
+/// What the ranks say to each other; nothing where there is one.
+impl Step<'_> {
+    fn stream(&self) -> Stream {
+        // SAFETY: the caller's stream, which the caller vouched for.
+        unsafe { Stream::from_raw(self.launch.stream) }
+    }
+
+    /// The edge to an operation behind a collective is a plain one: a collective lets nothing start early.
+    fn behind_collective(&self) -> Launch {
+        Launch { dependent: self.launch.dependent * i32::from(self.ranks.is_identity()), ..self.launch }
+    }
+
+    fn all_reduce(&self, name: &'static str, address: u64, columns: u32) -> Result<()> {
+        let shape = [self.plan.key.tokens as usize, columns as usize];
+        // SAFETY: a segment's border: the caller's tensor, a tap or scratch, of this shape.
+        let partial = unsafe { DeviceTensor::contiguous(address, DType::Bf16, &shape) };
+        self.launched("all_reduce", self.ranks.all_reduce(name, &partial, self.stream()))
+    }
+
+    /// The ranks' sum in place of `attn_out`, while the first weights of the MoE block come to the cache.
+    pub fn sum_attn_out(&self) -> Result<()> {
+        if self.ranks.is_identity() {
+            return Ok(());
+        }
+        let (l, w) = (&self.plan.launches, self.weights);
+        if l.prefetch.pooler_bytes > 0 {
+            let router = if l.router.form == RouterForm::Rows { &w.router } else { &w.router_planes };
+            self.prefetch(whole(router), head(&l.pooler, &w.pooler, l.prefetch.pooler_bytes))?;
+        }
+        self.all_reduce("attn_out", self.args.attn_out, m::HIDDEN)
+    }
+
+    /// The ranks' sum in place of `moe_mix`, while the first weights of the unpooler come to the cache.
+    pub fn sum_moe_mix(&self) -> Result<()> {
+        if self.ranks.is_identity() {
+            return Ok(());
+        }
+        let (l, w) = (&self.plan.launches, self.weights);
+        if l.prefetch.unpooler_bytes > 0 {
+            self.prefetch(head(&l.unpooler, &w.unpooler, l.prefetch.unpooler_bytes), PrefetchSpan::default())?;
+        }
+        self.all_reduce("moe_mix", self.args.moe_mix, m::EXPERT_DIM)
+    }
+
+    /// All ranks' slices, where the unpooler made a slice.
+    pub fn gather_slices(&self) -> Result<()> {
+        let a = &self.args;
+        if a.slices == 0 {
+            return Ok(());
+        }
+        self.slice_sum()?;
+        let (tokens, width, ranks) = (self.plan.key.tokens as usize, m::UNPOOL_SLICE as usize, a.slice_ranks as usize);
+        // SAFETY: the region `slices` of the workspace, and this rank's part of it.
+        let (part, gathered) = unsafe {
+            (
+                DeviceTensor::contiguous(a.slice, DType::F32, &[tokens, width]),
+                DeviceTensor::contiguous(a.slices, DType::F32, &[ranks, tokens, width]),
+            )
+        };
+        self.launched("all_gather", self.ranks.all_gather("ffn_out", &part, &gathered, self.stream()))
+    }
+
+    fn prefetch(&self, first: PrefetchSpan, second: PrefetchSpan) -> Result<()> {
+        let params = PrefetchParams { first, second };
+        // SAFETY: as in `qkv_gate`; spans stay within the layer's weights.
+        self.launched("prefetch", unsafe { bridge::prefetch(&params, &self.launch) })
+    }
+}
+
+/// Bytes of a run of a span over a whole matrix.
+const RUN_BYTES: u64 = 1 << 20;
+
+fn whole(weight: &Buffer) -> PrefetchSpan {
+    PrefetchSpan {
+        data: weight.ptr() as *const _,
+        stride: RUN_BYTES as i64,
+        runs: (weight.bytes() / RUN_BYTES) as i32,
+        run_bytes: RUN_BYTES as i32,
+    }
+}
+
+/// The beginning of what each CTA of a dense projection reads (64 rows of one split), `bytes` in all.
+fn head(d: &DensePlan, weight: &Buffer, bytes: u64) -> PrefetchSpan {
+    let runs = (d.rows / 64 * d.splits) as u64;
+    let stride = 64 * 2 * d.k as u64 / d.splits as u64 / 16 * 16;
+    PrefetchSpan {
+        data: (weight.ptr() + d.row_begin as u64 * d.k as u64 * 2) as *const _,
+        stride: stride as i64,
+        runs: runs as i32,
+        run_bytes: (bytes / runs / 16 * 16).min(stride) as i32,
     }
 }
