@@ -292,7 +292,10 @@ impl DeviceStep {
     }
 
     pub fn with_taps(gpu: &Gpu, step: &SyntheticStep, wanted: Taps) -> DeviceStep {
-        let (config, device) = (&gpu.config, &gpu.device);
+        Self::on(&gpu.config, &gpu.device, step, wanted)
+    }
+
+    pub fn on(config: &LayerConfig, device: &Device, step: &SyntheticStep, wanted: Taps) -> DeviceStep {
         let tokens = step.input.positions.len();
         let (mut inputs, mut views) = (Vec::new(), Vec::new());
         for (dtype, shape, bytes) in Self::bytes(step) {

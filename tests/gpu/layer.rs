@@ -11,13 +11,19 @@ use muse_spark_layer::{
 use rstest::rstest;
 
 /// `alpha1 * alpha2` of the boundaries: what the layer carries of the stream.
-fn carried(config: &LayerConfig, tensors: &NamedTensors) -> Vec<f32> {
+pub fn carried(config: &LayerConfig, tensors: &NamedTensors) -> Vec<f32> {
     let alpha = |name: &str| residual_coefficients(config, &tensors.get(name).unwrap().to_f32(name).unwrap()).0;
     alpha("attn_residual_gate").iter().zip(alpha("ffn_residual_gate")).map(|(a, b)| a * b).collect()
 }
 
 /// Distances of update and next attention input over all tokens that chose the same experts.
-fn distances(config: &LayerConfig, carried: &[f32], stream: &[f32], got: &StepOutput, want: &StepOutput) -> (f64, f64) {
+pub fn distances(
+    config: &LayerConfig,
+    carried: &[f32],
+    stream: &[f32],
+    got: &StepOutput,
+    want: &StepOutput,
+) -> (f64, f64) {
     let (k, h) = (config.top_k, config.hidden);
     let tokens = stream.len() / h;
     let same = |t: usize| {

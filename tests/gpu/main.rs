@@ -8,6 +8,7 @@ mod api;
 mod batch;
 mod capture;
 mod checkpoint;
+mod collective;
 mod edges;
 mod exact;
 mod faults;
@@ -17,6 +18,8 @@ mod layer;
 mod matrix;
 mod memory;
 mod mixed;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod operations;
 mod properties;
 mod routes;

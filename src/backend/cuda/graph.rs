@@ -49,8 +49,20 @@ impl OwnedStream {
     /// Captures what `work` queues on the stream it is given, in the strictest mode, and instantiates it.
     /// The graph lives no longer than what `work` borrows: the memory that its kernels use.
     pub fn capture<'a>(&self, work: impl FnOnce(Stream) -> Result<()> + 'a) -> Result<Graph<'a>> {
+        self.capture_in(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL, work)
+    }
+
+    /// The same in a mode that leaves other threads alone: for ranks that share a process.
+    pub fn capture_on_thread<'a>(&self, work: impl FnOnce(Stream) -> Result<()> + 'a) -> Result<Graph<'a>> {
+        self.capture_in(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, work)
+    }
+
+    fn capture_in<'a>(
+        &self,
+        mode: sys::CUstreamCaptureMode,
+        work: impl FnOnce(Stream) -> Result<()> + 'a,
+    ) -> Result<Graph<'a>> {
         let _current = self.device.make_current()?;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
         // SAFETY: a live stream.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.handle, mode) })?;
         let worked = work(self.stream());

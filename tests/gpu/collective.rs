@@ -1,0 +1,497 @@
+//! The layer over ranks on one GPU: a rank that is alone and yet runs all that stands around collectives; two ranks of
+//! TP8/EP8 whose sums go through the host; the segments; what a prefetch beside a collective gains.
+
+use crate::harness::{gpu, relative_l2, spec, DeviceStep, Gpu};
+use crate::layer::{carried, distances};
+use cudarc::driver::sys;
+use muse_spark_layer::backend::cpu::{CpuLayer, StepOptions, StepOutput};
+use muse_spark_layer::backend::cuda::graph::{Event, L2Flush, OwnedStream};
+use muse_spark_layer::backend::cuda::Device;
+use muse_spark_layer::collective::{self, ThreadRank};
+use muse_spark_layer::plan::PrefetchPlan;
+use muse_spark_layer::step::{FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
+use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
+use muse_spark_layer::{
+    Backend, Collective, DType, DecoderLayer, DeviceTensor, Error, LayerConfig, LayerKind, LayerWeights, Plan, PlanKey,
+    QueryPrecision, Result, Stream, Workspace,
+};
+use rstest::rstest;
+use std::ffi::{c_void, CString};
+use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
+
+/// The deployment's ranks, of which the tests run the first two.
+pub const RANKS: usize = 8;
+pub const PAIR: usize = 2;
+
+/// A rank alone that is not taken for the identity: prefetches, the sum of the slice and plain edges are there.
+#[derive(Debug)]
+pub struct Alone;
+
+impl Collective for Alone {
+    fn rank(&self) -> usize {
+        0
+    }
+    fn ranks(&self) -> usize {
+        1
+    }
+    fn all_reduce(&self, _: &'static str, _: &DeviceTensor, _: Stream) -> Result<()> {
+        Ok(())
+    }
+    fn all_gather(&self, _: &'static str, part: &DeviceTensor, gathered: &DeviceTensor, _: Stream) -> Result<()> {
+        assert_eq!(part.ptr(), gathered.ptr(), "the slice is made in its place");
+        Ok(())
+    }
+}
+
+/// The plan's key of a step.
+pub fn key(step: &SyntheticStep, spec: &StepSpec, rank: usize) -> PlanKey {
+    PlanKey {
+        tokens: step.input.positions.len() as u32,
+        max_q_len: spec.q_lens.iter().copied().max().unwrap_or(1) as u32,
+        page_size: spec.page_size as u32,
+        kind: spec.kind,
+        rank: rank as u32,
+        ..PlanKey::decode(spec.q_lens.len() as u32, step.input.table_width as u32)
+    }
+}
+
+/// Runs a step eagerly, captured and replayed over `ranks`, and compares every bit with `forward`.
+pub fn same_bits_as_forward(gpu: &Gpu, spec: &StepSpec, ranks: &dyn Collective) {
+    let step = synthetic::step(&gpu.config, spec, 81).expect("a step");
+    let on = DeviceStep::new(gpu, &step);
+    on.overwrite(&step);
+    let plan = gpu.cuda.plan(key(&step, spec, 0)).expect("a plan");
+    let memory = gpu.device.allocate(plan.workspace_bytes).expect("allocate");
+    // SAFETY: the memory outlives both; the captured work and the eager work use it in turn.
+    let [mut captured, mut workspace] = [(); 2]
+        .map(|()| unsafe { Workspace::from_raw(&gpu.device, memory.ptr(), memory.bytes()).expect("a workspace") });
+    let own = OwnedStream::new(&gpu.device).expect("a stream");
+    // The first call of all is captured.
+    let graph = own
+        .capture(|stream| gpu.cuda.forward_with(&plan, &mut captured, &on.input, &on.output, stream, ranks))
+        .expect("a capture");
+    gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, own.stream()).expect("forward");
+    own.synchronize().expect("forward");
+    let want = on.results();
+    let mut check = |what: &str, run: &mut dyn FnMut(&mut Workspace)| {
+        on.overwrite(&step);
+        workspace.poison(&gpu.device).expect("poison");
+        run(&mut workspace);
+        own.synchronize().expect("the step");
+        assert!(on.results() == want, "{what} differs from the layer alone");
+    };
+    for _ in 0..2 {
+        check("eager", &mut |workspace| {
+            gpu.cuda.forward_with(&plan, workspace, &on.input, &on.output, own.stream(), ranks).expect("forward_with");
+        });
+        check("replay", &mut |_| own.replay(&graph).expect("replay"));
+    }
+}
+
+#[rstest]
+fn a_rank_alone_is_the_layer(
+    #[values("decode-1", "decode-8", "decode-33", "decode-130", "verify-1", "prefill-333")] name: &str,
+    #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
+) {
+    let Some(gpu) = gpu("collective::a_rank_alone_is_the_layer") else { return };
+    same_bits_as_forward(&gpu, &spec(name, kind), &Alone);
+}
+
+/// Two ranks' layers, on the GPU and on the CPU.
+pub struct Pair {
+    pub config: LayerConfig,
+    pub cuda: Vec<DecoderLayer>,
+    pub cpu: Vec<CpuLayer<'static>>,
+}
+
+impl Pair {
+    /// Ranks 0 and 1 of eight, rank `r` on `devices[r]`.
+    pub fn new(config: &LayerConfig, devices: [i32; PAIR], seed: u64) -> Pair {
+        let parts = [0, 1].map(|r| synthetic::rank_weights(config, seed, r, RANKS).expect("weights"));
+        let cuda = parts.iter().zip(devices).map(|(part, device)| {
+            let weights = LayerWeights::from_host(config, part.view()).expect("weights");
+            DecoderLayer::new(config.clone(), weights, Backend::Cuda { device }).expect("a layer")
+        });
+        let cuda = cuda.collect();
+        let cpu = parts.into_iter().map(|part| CpuLayer::new(config.clone(), part).expect("a layer")).collect();
+        Pair { config: config.clone(), cuda, cpu }
+    }
+
+    /// What each rank is given: one stream and one batch, a cache and experts of its own.
+    pub fn steps(&self, spec: &StepSpec, seed: u64) -> Vec<SyntheticStep> {
+        let step = |r: usize| {
+            let mut step = synthetic::step(&self.config, spec, seed).expect("a step");
+            step.cache.k = synthetic::step(&self.config, spec, seed + 100 * r as u64).expect("a step").cache.k;
+            step.cache.v.rotate_left(self.config.kv_size() * r);
+            step.input.local_start = (r * self.config.local_experts) as i32;
+            step
+        };
+        (0..PAIR).map(step).collect()
+    }
+
+    /// The reference's outputs: both ranks, a thread each.
+    pub fn reference(&self, steps: &[SyntheticStep], kind: LayerKind) -> Vec<StepOutput> {
+        on_threads(Duration::from_secs(60), |rank, ranks| {
+            let mut cache = steps[rank].cache.clone();
+            let options = StepOptions { rank, ..StepOptions::new(kind, QueryPrecision::Fp16) };
+            let input = steps[rank].input.view();
+            self.cpu[rank].forward_with(&input, &mut cache.view(), &options, &ranks).expect("the reference")
+        })
+    }
+
+    /// Each rank within 0.01 of its reference, and both ranks with the same bits.
+    pub fn compare(&self, steps: &[SyntheticStep], got: &[StepOutput], want: &[StepOutput]) {
+        let carried = carried(&self.config, self.cpu[0].weights().tensors());
+        for r in 0..PAIR {
+            let (update, hidden) = distances(&self.config, &carried, &steps[r].input.stream, &got[r], &want[r]);
+            assert!(update < 0.01 && hidden < 0.01, "rank {r}: update {update:.4}, hidden {hidden:.4}");
+        }
+        let bits = |o: &StepOutput| o.stream.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&got[0]) == bits(&got[1]) && got[0].hidden == got[1].hidden, "the ranks differ");
+        assert_eq!(got[0].topk_ids, got[1].topk_ids);
+    }
+}
+
+/// `tokens` tokens: decode to 64, one chunk of a prefill beyond.
+pub fn of_tokens(tokens: usize, kind: LayerKind) -> StepSpec {
+    if tokens > 64 {
+        StepSpec::new(1, tokens, 300, kind)
+    } else {
+        StepSpec { page_size: 16, ..StepSpec::new(tokens, 1, 400, kind) }
+    }
+}
+
+/// A thread for each of two ranks.
+pub fn on_threads<T: Send>(timeout: Duration, work: impl Fn(usize, ThreadRank) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = collective::threads(PAIR, timeout)
+            .into_iter()
+            .map(|ranks| scope.spawn(move || work(ranks.rank(), ranks)))
+            .collect();
+        threads.into_iter().map(|t| t.join().expect("a rank")).collect()
+    })
+}
+
+/// Ranks in threads of one process: device memory, but sums and gathers go through the host. Not for capture.
+#[derive(Debug)]
+struct ThroughHost(ThreadRank);
+
+impl ThroughHost {
+    /// The layer's device is current during its calls.
+    fn read(tensor: &DeviceTensor, stream: Stream) -> Vec<f32> {
+        let mut bytes = vec![0u8; tensor.len() * tensor.dtype().size()];
+        // SAFETY: the tensor holds as many bytes; the stream is the layer's.
+        unsafe {
+            assert_eq!(sys::cuStreamSynchronize(stream.as_ptr().cast()), sys::CUresult::CUDA_SUCCESS);
+            let copied = sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast::<c_void>(), tensor.ptr(), bytes.len());
+            assert_eq!(copied, sys::CUresult::CUDA_SUCCESS);
+        }
+        match tensor.dtype() {
+            DType::Bf16 => bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        }
+    }
+
+    fn write(tensor: &DeviceTensor, values: &[f32]) {
+        let bytes: Vec<u8> = match tensor.dtype() {
+            DType::Bf16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+            _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        };
+        // SAFETY: the tensor holds as many bytes.
+        let copied = unsafe { sys::cuMemcpyHtoD_v2(tensor.ptr(), bytes.as_ptr().cast::<c_void>(), bytes.len()) };
+        assert_eq!(copied, sys::CUresult::CUDA_SUCCESS);
+    }
+}
+
+impl Collective for ThroughHost {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+    fn ranks(&self) -> usize {
+        self.0.ranks()
+    }
+    fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, stream: Stream) -> Result<()> {
+        let mut values = Self::read(partial, stream);
+        self.0.all_reduce_host(call, &mut values)?;
+        Self::write(partial, &values);
+        Ok(())
+    }
+    fn all_gather(
+        &self,
+        call: &'static str,
+        part: &DeviceTensor,
+        gathered: &DeviceTensor,
+        stream: Stream,
+    ) -> Result<()> {
+        Self::write(gathered, &self.0.all_gather_host(call, &Self::read(part, stream))?);
+        Ok(())
+    }
+}
+
+/// Everything of two ranks but the wire: heads, experts and slices of ranks 0 and 1 against the reference's two ranks.
+#[rstest]
+fn two_ranks_on_one_gpu(
+    #[values(1, 8, 64, 512)] tokens: usize,
+    #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
+) {
+    let Some(gpu) = gpu("collective::two_ranks_on_one_gpu") else { return };
+    static PAIR_OF_LAYERS: OnceLock<Pair> = OnceLock::new();
+    let pair = PAIR_OF_LAYERS.get_or_init(|| Pair::new(&gpu.config, [0, 0], 23));
+    let spec = of_tokens(tokens, kind);
+    let steps = pair.steps(&spec, 91);
+    let got = on_threads(Duration::from_secs(60), |rank, ranks| {
+        let mut cache = steps[rank].cache.clone();
+        let options = StepOptions { rank, ..StepOptions::new(kind, QueryPrecision::Fp16) };
+        let (input, ranks) = (steps[rank].input.view(), ThroughHost(ranks));
+        pair.cuda[rank].forward_host_with(&input, &mut cache.view(), &options, &ranks).expect("forward")
+    });
+    pair.compare(&steps, &got, &pair.reference(&steps, kind));
+}
+
+/// The caller's segments are the whole step's, in both forms of the third.
+#[rstest]
+fn segments_are_the_layer(#[values("decode-1", "decode-8", "decode-33")] name: &str) {
+    let Some(gpu) = gpu("collective::segments_are_the_layer") else { return };
+    let spec = spec(name, LayerKind::Full);
+    let step = synthetic::step(&gpu.config, &spec, 83).expect("a step");
+    let tokens = step.input.positions.len();
+    let on = DeviceStep::new(&gpu, &step);
+    let plan = gpu.cuda.plan(key(&step, &spec, 0)).expect("a plan");
+    let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
+    on.overwrite(&step);
+    gpu.cuda.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).expect("forward");
+    gpu.device.synchronize().expect("forward");
+    let want = on.results();
+
+    let border = |dtype: DType, shape: &[usize]| {
+        let bytes = shape.iter().product::<usize>() * dtype.size();
+        let buffer = gpu.device.allocate(bytes as u64).expect("allocate");
+        buffer.fill(0xFF).expect("fill");
+        // SAFETY: the buffer holds `shape` and is kept beside the view.
+        (unsafe { DeviceTensor::contiguous(buffer.ptr(), dtype, shape) }, buffer)
+    };
+    let (attn_out, _a) = border(DType::Bf16, &[tokens, 8192]);
+    let (stream_after_attn, _b) = border(DType::F32, &[tokens, 8192]);
+    let (moe_mix, _c) = border(DType::Bf16, &[tokens, 4096]);
+    let (slice, _d) = border(DType::F32, &[tokens, 1024]);
+    let mut run = |sliced: bool| {
+        on.overwrite(&step);
+        workspace.poison(&gpu.device).expect("poison");
+        let (w, s) = (&mut workspace, Stream::LEGACY);
+        gpu.cuda.attention_block(&plan, w, &on.input.attention, &attn_out, s).expect("attention_block");
+        let input = MoeInput {
+            stream: on.input.stream.clone(),
+            attn_out: attn_out.clone(),
+            local_start: on.input.local_start.clone(),
+            num_tokens_non_padded: None,
+        };
+        let output = MoeOutput {
+            stream_after_attn: stream_after_attn.clone(),
+            topk_ids: on.output.topk_ids.clone(),
+            moe_mix: moe_mix.clone(),
+        };
+        gpu.cuda.moe_block(&plan, w, &input, &output, s).expect("moe_block");
+        let output = FinalOutput { hidden: on.output.hidden.clone(), stream: on.output.stream.clone() };
+        let after = stream_after_attn.clone();
+        if sliced {
+            gpu.cuda.unpool_block(&plan, w, &moe_mix, &slice, s).expect("unpool_block");
+            // SAFETY: the same memory with one more extent: the slices of one rank.
+            let slices = unsafe { DeviceTensor::contiguous(slice.ptr(), DType::F32, &[1, tokens, 1024]) };
+            let input = FfnInput { stream_after_attn: after, slices };
+            gpu.cuda.ffn_block(&plan, w, &input, &output, s).expect("ffn_block");
+        } else {
+            let input = FinalInput { stream_after_attn: after, moe_mix: moe_mix.clone() };
+            gpu.cuda.final_block(&plan, w, &input, &output, s).expect("final_block");
+        }
+        gpu.device.synchronize().expect("the segments");
+        on.results()
+    };
+    assert!(run(false) == want, "three segments differ from the layer");
+    if plan.sliced() {
+        assert!(run(true) == want, "with unpool_block and ffn_block they differ");
+    } else {
+        let error = gpu.cuda.unpool_block(&plan, &mut workspace, &moe_mix, &slice, Stream::LEGACY).unwrap_err();
+        assert!(matches!(error, Error::Plan { field: "tokens", .. }), "{error}");
+    }
+}
+
+/// Gathered slices, rank by rank and in them token by token, are columns of the branch.
+#[rstest]
+fn gathered_slices_are_the_branch(#[values(1, 3, 5, 8)] tokens: usize, #[values(1, 2, 7, 8)] ranks: usize) {
+    let Some(gpu) = gpu("collective::gathered_slices_are_the_branch") else { return };
+    let spec = of_tokens(tokens, LayerKind::Full);
+    let step = synthetic::step(&gpu.config, &spec, 84).expect("a step");
+    let on = DeviceStep::new(&gpu, &step);
+    let plan = gpu.cuda.plan(key(&step, &spec, 0)).expect("a plan");
+    let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
+    let (hidden, width) = (gpu.config.hidden, gpu.config.unpool_slice);
+    let random = synthetic::Stream::new(84, "slices");
+    let slices: Vec<f32> = (0..ranks * tokens * width).map(|i| random.normal(i as u64)).collect();
+    let mut branch = vec![0f32; tokens * hidden];
+    for (i, run) in slices.chunks(width).enumerate() {
+        let (rank, token) = (i / tokens, i % tokens);
+        branch[token * hidden + rank * width..][..width].copy_from_slice(run);
+    }
+    let want = gpu.cpu.ffn_segment(&step.input.stream, &branch).expect("the reference");
+    let bytes: Vec<u8> = slices.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let buffer = gpu.device.upload(&bytes).expect("upload");
+    // SAFETY: the buffer holds the slices and lives to the end.
+    let slices = unsafe { DeviceTensor::contiguous(buffer.ptr(), DType::F32, &[ranks, tokens, width]) };
+    let input = FfnInput { stream_after_attn: on.input.stream.clone(), slices };
+    let output = FinalOutput { hidden: on.output.hidden.clone(), stream: on.output.stream.clone() };
+    on.overwrite(&step);
+    gpu.cuda.ffn_block(&plan, &mut workspace, &input, &output, Stream::LEGACY).expect("ffn_block");
+    gpu.device.synchronize().expect("ffn_block");
+    let got: Vec<f32> = on.results()[1].chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    for t in 0..tokens {
+        let distance = relative_l2(&got[t * hidden..][..hidden], &want.stream[t * hidden..][..hidden]);
+        assert!(distance < 1e-5, "token {t} is {distance:.2e} from the reference");
+    }
+}
+
+/// A kernel of eight CTAs that spins, as a collective does that waits for its peers.
+const IDLE: &str = ".version 8.0
+.target sm_90
+.address_size 64
+.visible .entry idle(.param .u64 clocks) {
+  .reg .u64 %a, %b, %c;
+  .reg .pred %p;
+  ld.param.u64 %c, [clocks];
+  mov.u64 %a, %clock64;
+again:
+  mov.u64 %b, %clock64;
+  sub.u64 %b, %b, %a;
+  setp.lt.u64 %p, %b, %c;
+  @%p bra again;
+  ret;
+}
+";
+
+/// [`Alone`], but each collective takes its time on the GPU.
+#[derive(Debug)]
+struct Idle {
+    function: usize,
+    microseconds: f64,
+}
+
+impl Idle {
+    fn new(gpu: &Gpu, microseconds: f64) -> Idle {
+        static FUNCTION: Mutex<usize> = Mutex::new(0);
+        let mut function = FUNCTION.lock().unwrap();
+        if *function == 0 {
+            let _current = gpu.device.make_current().expect("a context");
+            let (text, name) = (CString::new(IDLE).unwrap(), CString::new("idle").unwrap());
+            let (mut module, mut found) = (std::ptr::null_mut(), std::ptr::null_mut());
+            // SAFETY: a kernel of one argument that touches no memory; the module is never unloaded.
+            unsafe {
+                let loaded = sys::cuModuleLoadData(&mut module, text.as_ptr().cast());
+                assert_eq!(loaded, sys::CUresult::CUDA_SUCCESS);
+                let got = sys::cuModuleGetFunction(&mut found, module, name.as_ptr());
+                assert_eq!(got, sys::CUresult::CUDA_SUCCESS);
+            }
+            *function = found as usize;
+        }
+        Idle { function: *function, microseconds }
+    }
+
+    fn queue(&self, stream: Stream) -> Result<()> {
+        let mut clocks = (self.microseconds * 1980.0) as u64;
+        let mut arguments = [(&mut clocks as *mut u64).cast::<c_void>()];
+        let function = self.function as sys::CUfunction;
+        // SAFETY: the kernel's one argument; the device is current during the layer's calls.
+        let launched = unsafe {
+            let (stream, arguments) = (stream.as_ptr().cast(), arguments.as_mut_ptr());
+            sys::cuLaunchKernel(function, 8, 1, 1, 512, 1, 1, 0, stream, arguments, std::ptr::null_mut())
+        };
+        assert_eq!(launched, sys::CUresult::CUDA_SUCCESS);
+        Ok(())
+    }
+}
+
+impl Collective for Idle {
+    fn rank(&self) -> usize {
+        0
+    }
+    fn ranks(&self) -> usize {
+        1
+    }
+    fn all_reduce(&self, _: &'static str, _: &DeviceTensor, stream: Stream) -> Result<()> {
+        self.queue(stream)
+    }
+    fn all_gather(&self, _: &'static str, _: &DeviceTensor, _: &DeviceTensor, stream: Stream) -> Result<()> {
+        self.queue(stream)
+    }
+}
+
+/// Medians, in microseconds, of replays of `graphs` in turn, each behind an emptied L2 cache.
+pub fn medians(device: &Device, own: &OwnedStream, graphs: &[impl Fn()], reps: usize) -> Vec<f64> {
+    let flush = L2Flush::new(own).expect("a flush");
+    let (begin, end) = (Event::new(device).expect("an event"), Event::new(device).expect("an event"));
+    let mut samples = vec![Vec::new(); graphs.len()];
+    for _ in 0..reps {
+        for (graph, samples) in graphs.iter().zip(&mut samples) {
+            flush.queue(own).expect("flush");
+            own.record(&begin).expect("record");
+            graph();
+            own.record(&end).expect("record");
+            samples.push(end.microseconds_since(&begin).expect("a time"));
+        }
+    }
+    let median = |s: &mut Vec<f64>| {
+        s.sort_by(f64::total_cmp);
+        s[s.len() / 2]
+    };
+    samples.iter_mut().map(median).collect()
+}
+
+/// How long a step takes with collectives of given lengths, by the bytes that are prefetched beside them. Asked for by
+/// name (`--ignored`): it prints a table, and the default must not lose.
+#[test]
+#[ignore = "a measurement"]
+fn prefetch_pays() {
+    let Some(gpu) = gpu("collective::prefetch_pays") else { return };
+    const MIB: [(u64, u64); 7] = [(0, 0), (4, 4), (8, 8), (16, 16), (24, 24), (32, 32), (40, 40)];
+    let own = OwnedStream::new(&gpu.device).expect("a stream");
+    println!("us a step, collectives of idle us; prefetched MiB of pooler and unpooler; default last");
+    for tokens in [1, 8, 64, 128] {
+        let spec = StepSpec::new(tokens, 1, 1000, LayerKind::Full);
+        let step = synthetic::step(&gpu.config, &spec, 85).expect("a step");
+        let on = DeviceStep::new(&gpu, &step);
+        let plan = gpu.cuda.plan(key(&step, &spec, 0)).expect("a plan");
+        let mut workspaces: Vec<_> =
+            (0..MIB.len() + 2).map(|_| gpu.cuda.workspace(&plan).expect("a workspace")).collect();
+        for idle in [0.0, 8.0, 15.0, 30.0] {
+            let ranks = Idle::new(&gpu, idle);
+            let mut plans: Vec<Plan> = MIB
+                .iter()
+                .map(|(pooler, unpooler)| {
+                    let mut plan = plan.clone();
+                    plan.launches.prefetch =
+                        PrefetchPlan { pooler_bytes: pooler << 20, unpooler_bytes: unpooler << 20 };
+                    plan
+                })
+                .collect();
+            plans.push(plan.clone());
+            let (last, others) = workspaces.split_last_mut().expect("workspaces");
+            let (ranks, on, cuda) = (&ranks, &on, &gpu.cuda);
+            let mut graphs: Vec<_> = plans
+                .iter()
+                .zip(others)
+                .map(|(plan, workspace)| {
+                    own.capture(|stream| cuda.forward_with(plan, workspace, &on.input, &on.output, stream, ranks))
+                        .expect("a capture")
+                })
+                .collect();
+            let forward = |stream| cuda.forward(&plan, last, &on.input, &on.output, stream);
+            graphs.push(own.capture(forward).expect("a capture"));
+            let runs: Vec<_> = graphs.iter().map(|g| || own.replay(g).expect("replay")).collect();
+            let us = medians(&gpu.device, &own, &runs, 21);
+            let row: Vec<String> = us.iter().map(|us| format!("{us:6.1}")).collect();
+            let (table, ends) = row.split_at(MIB.len());
+            println!("T {tokens:3} idle {idle:4.0}: {} | {} | alone {}", table.join(" "), ends[0], ends[1]);
+            assert!(idle == 0.0 || us[MIB.len()] < us[0], "the default prefetch loses at {tokens} tokens, {idle} us");
+        }
+    }
+}
