@@ -17,7 +17,7 @@ use crate::kv_cache::PagedKvCache;
 use crate::layer::{Backend, DecoderLayer};
 use crate::plan::{AttentionEngine, Plan, PlanKey};
 use crate::step::{
-    AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
+    AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
 };
 use crate::stream::Stream;
 use crate::tensor::{DType, DeviceTensor, NamedTensors};
@@ -336,7 +336,7 @@ impl Views<'_> {
     }
 }
 
-/// What the four calls share: handles and step checked, then the call.
+/// What the six calls share: handles and step checked, then the call.
 ///
 /// # Safety
 /// The handles are live, `workspace` is used by no other call at the same time, `step` is as large as its first field says, its
@@ -474,6 +474,51 @@ pub unsafe extern "C" fn msl_final_block(
                 FinalInput { stream_after_attn: v.wide(v.step.stream_after_attn, DType::F32), moe_mix: v.moe_mix() };
             let output = FinalOutput { hidden: v.hidden(), stream: v.wide(v.step.stream_out, DType::F32) };
             layer.final_block(plan, workspace, &input, &output, stream)
+        })
+    }
+}
+
+/// # Safety
+/// As `msl_final_block`; `slice` is FP32 `[T, 1024]` of the layer's device.
+#[no_mangle]
+pub unsafe extern "C" fn msl_unpool_block(
+    layer: *const MslLayer,
+    plan: *const MslPlan,
+    workspace: *mut MslWorkspace,
+    step: *const MslStep,
+    slice: *mut c_void,
+    stream: *mut c_void,
+) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            let slice = v.view(slice, DType::F32, &[v.tokens(), m::UNPOOL_SLICE as usize]);
+            layer.unpool_block(plan, workspace, &v.moe_mix(), &slice, stream)
+        })
+    }
+}
+
+/// # Safety
+/// As `msl_final_block`; `slices` is FP32 `[ranks, T, 1024]` of the layer's device.
+#[no_mangle]
+pub unsafe extern "C" fn msl_ffn_block(
+    layer: *const MslLayer,
+    plan: *const MslPlan,
+    workspace: *mut MslWorkspace,
+    step: *const MslStep,
+    slices: *const c_void,
+    ranks: u32,
+    stream: *mut c_void,
+) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        stepped(layer, plan, workspace, step, stream, |layer, plan, workspace, v, stream| {
+            let input = FfnInput {
+                stream_after_attn: v.wide(v.step.stream_after_attn, DType::F32),
+                slices: v.view(slices, DType::F32, &[ranks as usize, v.tokens(), m::UNPOOL_SLICE as usize]),
+            };
+            let output = FinalOutput { hidden: v.hidden(), stream: v.wide(v.step.stream_out, DType::F32) };
+            layer.ffn_block(plan, workspace, &input, &output, stream)
         })
     }
 }

@@ -374,6 +374,11 @@ mod tests {
             assert_eq!(bytes("acc") + bytes("lse") > 0, !l.attention.tiled && t > 0);
             assert_eq!(bytes("tiled_out"), if l.attention.tiled { t * 4096 } else { 0 });
             assert_eq!(bytes("accumulate") > 0, l.experts.passes > 1);
+            assert_eq!(
+                bytes("slices"),
+                if t <= 8 { t * 8192 * 4 } else { 0 },
+                "every rank's slice of the sliced unpooler"
+            );
             assert_eq!(bytes("y"), l.experts.route_bound as u64 * 4096 * if l.experts.w2_splits > 1 { 8 } else { 2 });
         }
     }

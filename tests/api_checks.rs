@@ -1,8 +1,10 @@
 //! Bad input of every kind gives its named error before anything is launched: no device is needed.
 #![allow(unsafe_code)]
 
-use muse_spark_layer::step::{check_attention_block, check_final_block, check_moe_block, check_step};
-use muse_spark_layer::step::{AttentionInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
+use muse_spark_layer::step::{
+    check_attention_block, check_ffn_block, check_final_block, check_moe_block, check_step, check_unpool_block,
+};
+use muse_spark_layer::step::{AttentionInput, FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
 use muse_spark_layer::{
     DType, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, Error, PagedKvCache, Plan, PlanKey, Tap, Taps,
     WeightKind,
@@ -240,4 +242,35 @@ fn segments_check_their_borders() {
     let e = check_final_block(&plan, &last_in, &last_out, false).map(|_| ()).unwrap_err();
     refused(e.to_string(), "hidden: wanted none: the layer has no next_pre_attn_norm");
     check_final_block(&plan, &last_in, &FinalOutput { hidden: None, ..last_out }, false).unwrap();
+}
+
+/// The two halves of the third segment: up to 8 tokens only, slices of one rank and of all.
+#[test]
+fn sliced_blocks_check_their_borders() {
+    let few = Plan::new(PlanKey::decode(3, 64), WeightKind::Nvfp4, 132).unwrap();
+    let refused = |result: Result<(), Error>, wanted: &str| {
+        let text = result.unwrap_err().to_string();
+        assert!(text.starts_with(wanted), "{text}");
+    };
+    let mix = |t| fake(1, DType::Bf16, &[t, 4096]);
+    let slice = |t| fake(2, DType::F32, &[t, 1024]);
+    check_unpool_block(&few, &mix(3), &slice(3)).unwrap();
+    refused(check_unpool_block(&few, &mix(3), &slice(4)).map(|_| ()), "slice: wanted shape [3, 1024], got [4, 1024]");
+    refused(check_unpool_block(&few, &mix(3), &fake(1, DType::F32, &[3, 1024])).map(|_| ()), "slice overlaps moe_mix");
+    let not_sliced = "plan: tokens was planned as 12 (the unpooler is not sliced)";
+    refused(check_unpool_block(&plan(), &mix(T), &slice(T)).map(|_| ()), not_sliced);
+
+    let input = |ranks| FfnInput {
+        stream_after_attn: fake(3, DType::F32, &[3, 8192]),
+        slices: fake(4, DType::F32, &[ranks, 3, 1024]),
+    };
+    let output =
+        FinalOutput { hidden: Some(fake(5, DType::Bf16, &[3, 8192])), stream: fake(6, DType::F32, &[3, 8192]) };
+    for ranks in [1, 2, 8] {
+        check_ffn_block(&few, &input(ranks), &output, true).unwrap();
+    }
+    refused(check_ffn_block(&few, &input(9), &output, true).map(|_| ()), "slices: wanted shape [8, 3, 1024]");
+    refused(check_ffn_block(&few, &input(0), &output, true).map(|_| ()), "slices: wanted shape [1, 3, 1024]");
+    refused(check_ffn_block(&few, &input(8), &output, false).map(|_| ()), "hidden: wanted none");
+    refused(check_ffn_block(&plan(), &input(8), &output, true).map(|_| ()), not_sliced);
 }

@@ -182,13 +182,20 @@ typedef struct msl_step {
 /* The whole layer; the collectives are the identity. `stream` is a cudaStream_t. */
 msl_status msl_forward(const msl_layer* layer, const msl_plan* plan, msl_workspace* workspace, const msl_step* step,
                        void* stream);
-/* The same in three calls. Sum attn_out over the ranks after the first, moe_mix after the second. */
+/* The same in three calls. Sum attn_out over the ranks after the first, moe_mix after the second. At up to 8 tokens the
+ * unpooler is sliced over the ranks: then the third is msl_unpool_block, a gather, and msl_ffn_block. */
 msl_status msl_attention_block(const msl_layer* layer, const msl_plan* plan, msl_workspace* workspace,
                                const msl_step* step, void* stream);
 msl_status msl_moe_block(const msl_layer* layer, const msl_plan* plan, msl_workspace* workspace,
                          const msl_step* step, void* stream);
 msl_status msl_final_block(const msl_layer* layer, const msl_plan* plan, msl_workspace* workspace,
                            const msl_step* step, void* stream);
+/* moe_mix to this rank's slice of the unpooled branch, F32 [T, 1024], to be gathered over the ranks. */
+msl_status msl_unpool_block(const msl_layer* layer, const msl_plan* plan, msl_workspace* workspace,
+                            const msl_step* step, void* slice, void* stream);
+/* The final boundary over the gathered slices, F32 [ranks, T, 1024]. */
+msl_status msl_ffn_block(const msl_layer* layer, const msl_plan* plan, msl_workspace* workspace,
+                         const msl_step* step, const void* slices, uint32_t ranks, void* stream);
 
 #ifdef __cplusplus
 }

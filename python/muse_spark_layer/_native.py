@@ -101,7 +101,9 @@ def library():
             ("msl_workspace_destroy", None, [handle]),
             ("msl_workspace_bytes", c_uint64, [handle]),
             *[(f"msl_{call}", c_int32, [handle, handle, handle, POINTER(Step), c_void_p])
-              for call in ("forward", "attention_block", "moe_block", "final_block")]):
+              for call in ("forward", "attention_block", "moe_block", "final_block")],
+            ("msl_unpool_block", c_int32, [handle, handle, handle, POINTER(Step), c_void_p, c_void_p]),
+            ("msl_ffn_block", c_int32, [handle, handle, handle, POINTER(Step), c_void_p, c_uint32, c_void_p])):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     _library = lib

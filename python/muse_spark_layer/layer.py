@@ -9,7 +9,7 @@ from . import _native as native
 FP8 = torch.float8_e4m3fn
 _DTYPES = {torch.float32: native.F32, torch.bfloat16: native.BF16, torch.float16: native.F16, FP8: native.E4M3,
            torch.uint8: native.U8, torch.int32: native.I32, torch.int64: native.I64}
-HIDDEN, EXPERT_DIM, TOP_K, HKV, HEAD_DIM = 8192, 4096, 8, 2, 64
+HIDDEN, EXPERT_DIM, TOP_K, HKV, HEAD_DIM, SLICE = 8192, 4096, 8, 2, 64, 1024
 
 # The intermediate results that a call can return: name -> (type, columns).
 TAPS = {"attn_core": (torch.float32, (1024,)), "attn_out": (torch.bfloat16, (8192,)),
@@ -150,12 +150,12 @@ class Layer:
         hidden = new(torch.bfloat16, HIDDEN) if self.has_next_norm else None
         return hidden, new(torch.float32, HIDDEN), new(torch.int32, TOP_K)
 
-    def _run(self, call, shape, **fields):
+    def _run(self, call, shape, *more, **fields):
         plan, workspace = self._plan(*shape)
         step = native.Step(**fields)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         native.check(getattr(self._lib, f"msl_{call}")(self._layer.value, plan.value, workspace.value, ctypes.byref(step),
-                                                       stream))
+                                                       *more, stream))
 
     def __call__(self, data):
         """One step: (hidden BF16 [T, 8192], stream FP32 [T, 8192], topk_ids INT32 [T, 8]). The cache in
@@ -192,12 +192,32 @@ class Layer:
         return moe_mix, stream_after_attn, topk_ids
 
     def final_block(self, data, moe_mix, stream_after_attn):
-        """The third segment: (hidden, stream)."""
+        """The third segment: (hidden, stream). Over ranks, at up to 8 tokens: unpool_block, a gather, ffn_block."""
         shape = self._shape(data)
         tokens = shape[0]
         hidden, stream, _ = self._outputs(tokens)
         self._run("final_block", shape,
                   moe_mix=_tensor("moe_mix", moe_mix, torch.bfloat16, (tokens, EXPERT_DIM)),
+                  stream_after_attn=_tensor("stream_after_attn", stream_after_attn, torch.float32, (tokens, HIDDEN)),
+                  hidden=None if hidden is None else hidden.data_ptr(), stream_out=stream.data_ptr())
+        return hidden, stream
+
+    def unpool_block(self, data, moe_mix):
+        """The third segment's first half at up to 8 tokens: this rank's slice FP32 [T, 1024], to be gathered."""
+        shape = self._shape(data)
+        tokens = shape[0]
+        part = torch.empty((tokens, SLICE), dtype=torch.float32, device=self.device)
+        self._run("unpool_block", shape, part.data_ptr(),
+                  moe_mix=_tensor("moe_mix", moe_mix, torch.bfloat16, (tokens, EXPERT_DIM)))
+        return part
+
+    def ffn_block(self, data, slices, stream_after_attn):
+        """The second half, over the ranks' slices FP32 [ranks, T, 1024]: (hidden, stream)."""
+        shape = self._shape(data)
+        tokens, ranks = shape[0], slices.shape[0]
+        hidden, stream, _ = self._outputs(tokens)
+        slices = _tensor("slices", slices, torch.float32, (ranks, tokens, SLICE))
+        self._run("ffn_block", shape, slices, ranks,
                   stream_after_attn=_tensor("stream_after_attn", stream_after_attn, torch.float32, (tokens, HIDDEN)),
                   hidden=None if hidden is None else hidden.data_ptr(), stream_out=stream.data_ptr())
         return hidden, stream
