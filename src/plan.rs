@@ -213,16 +213,6 @@ pub struct ExpertPlan {
     pub max_routes_per_expert: u32,
 }
 
-/// Weights that are brought to the L2 cache before a collective, while the ranks wait for each other: the first
-/// bytes of each CTA's part.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PrefetchPlan {
-    /// Of the pooler, beside the whole router, before `attn_out` is summed. 0: neither.
-    pub pooler_bytes: u64,
-    /// Of the unpooler, before `moe_mix` is summed. 0: none.
-    pub unpooler_bytes: u64,
-}
-
 /// Every launch decision of a step, in the order of the step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Launches {
@@ -233,9 +223,6 @@ pub struct Launches {
     pub pooler: DensePlan,
     pub experts: ExpertPlan,
     pub unpooler: DensePlan,
-    /// Only where there are ranks to wait for.
-    #[serde(default)]
-    pub prefetch: PrefetchPlan,
 }
 
 /// A checked key, the launches chosen for it, and the workspace it needs.

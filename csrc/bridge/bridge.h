@@ -29,7 +29,6 @@ int32_t w2(const ExpertGemmParams& params, const Launch& launch);
 int32_t combine(const CombineParams& params, const Launch& launch);
 int32_t ffn_boundary(const FfnBoundaryParams& params, const Launch& launch);
 int32_t slice_sum(const SliceSumParams& params, const Launch& launch);
-int32_t prefetch(const PrefetchParams& params, const Launch& launch);
 int32_t pack_dense(const PackDenseParams& params, const Launch& launch);
 int32_t pack_router(const PackRouterParams& params, const Launch& launch);
 int32_t pack_experts(const PackExpertsParams& params, const Launch& launch);

@@ -77,10 +77,6 @@ rust::String layouts() {
   BEGIN(SliceSumParams);
   FIELD(SliceSumParams, parts); FIELD(SliceSumParams, out); FIELD(SliceSumParams, tokens);
   FIELD(SliceSumParams, splits); FIELD(SliceSumParams, columns);
-  BEGIN(PrefetchSpan);
-  FIELD(PrefetchSpan, data); FIELD(PrefetchSpan, stride); FIELD(PrefetchSpan, runs); FIELD(PrefetchSpan, run_bytes);
-  BEGIN(PrefetchParams);
-  FIELD(PrefetchParams, first); FIELD(PrefetchParams, second);
   BEGIN(PackDenseParams);
   FIELD(PackDenseParams, src); FIELD(PackDenseParams, dst); FIELD(PackDenseParams, rows); FIELD(PackDenseParams, k);
   BEGIN(PackRouterParams);

@@ -75,10 +75,6 @@ __device__ __forceinline__ void tma_load_2d_multicast(void* dst, const CUtensorM
       " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(smem_u32(dst)), "l"(map), "r"(smem_u32(bar)), "r"(x), "r"(y),
       "h"(mask), "l"(policy) : "memory");
 }
-// Global memory -> the L2 cache; address and bytes multiples of 16. Nothing waits for it.
-__device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

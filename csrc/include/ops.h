@@ -23,7 +23,6 @@ int w2(const ExpertGemmParams&, const Launch&);
 int combine(const CombineParams&, const Launch&);
 int ffn_boundary(const FfnBoundaryParams&, const Launch&);
 int slice_sum(const SliceSumParams&, const Launch&);
-int prefetch(const PrefetchParams&, const Launch&);
 int pack_dense(const PackDenseParams&, const Launch&);
 int pack_router(const PackRouterParams&, const Launch&);
 int pack_experts(const PackExpertsParams&, const Launch&);
@@ -34,5 +33,5 @@ int prepare_attention();
 int prepare_residual();
 int prepare_moe();      // router, router_topk, pre_expert_norm, combine
 int prepare_experts();  // w13, w2, pack_experts
-int prepare_collective();  // slice_sum, prefetch
+int prepare_collective();  // slice_sum
 }  // namespace msl

@@ -226,18 +226,6 @@ struct SliceSumParams {
   int32_t columns;               // a multiple of 4
 };
 
-// prefetch: runs of `run_bytes` (a multiple of 16; 0: none), `stride` bytes apart, to the L2 cache. No effect but time.
-struct PrefetchSpan {
-  const void* data;
-  int64_t stride;
-  int32_t runs;
-  int32_t run_bytes;
-};
-struct PrefetchParams {
-  PrefetchSpan first;
-  PrefetchSpan second;
-};
-
 // pack_dense: row-major BF16 [rows][k] -> 64 x 64 tiles (gemm/dense_tile.h).
 struct PackDenseParams {
   const void* src;     // BF16 [rows][k]

@@ -1,30 +1,28 @@
 //! The layer over ranks on one GPU: a rank that is alone and yet runs all that stands around collectives; two ranks of
-//! TP8/EP8 whose sums go through the host; the segments; what a prefetch beside a collective gains.
+//! TP8/EP8 whose sums go through the host; the segments.
 
 use crate::harness::{gpu, relative_l2, spec, DeviceStep, Gpu};
 use crate::layer::{carried, distances};
 use cudarc::driver::sys;
 use muse_spark_layer::backend::cpu::{CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::backend::cuda::graph::{Event, L2Flush, OwnedStream};
-use muse_spark_layer::backend::cuda::Device;
 use muse_spark_layer::collective::{self, ThreadRank};
-use muse_spark_layer::plan::PrefetchPlan;
 use muse_spark_layer::step::{FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
 use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
 use muse_spark_layer::{
-    Backend, Collective, DType, DecoderLayer, DeviceTensor, Error, LayerConfig, LayerKind, LayerWeights, Plan, PlanKey,
+    Backend, Collective, DType, DecoderLayer, DeviceTensor, Error, LayerConfig, LayerKind, LayerWeights, PlanKey,
     QueryPrecision, Result, Stream, Workspace,
 };
 use rstest::rstest;
-use std::ffi::{c_void, CString};
-use std::sync::{Mutex, OnceLock};
+use std::ffi::c_void;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 /// The deployment's ranks, of which the tests run the first two.
 pub const RANKS: usize = 8;
 pub const PAIR: usize = 2;
 
-/// A rank alone that is not taken for the identity: prefetches, the sum of the slice and plain edges are there.
+/// A rank alone that is not taken for the identity: the sum of the slice and the edges around collectives are there.
 #[derive(Debug)]
 pub struct Alone;
 
@@ -351,83 +349,9 @@ fn gathered_slices_are_the_branch(#[values(1, 3, 5, 8)] tokens: usize, #[values(
     }
 }
 
-/// A kernel of eight CTAs that spins, as a collective does that waits for its peers.
-const IDLE: &str = ".version 8.0
-.target sm_90
-.address_size 64
-.visible .entry idle(.param .u64 clocks) {
-  .reg .u64 %a, %b, %c;
-  .reg .pred %p;
-  ld.param.u64 %c, [clocks];
-  mov.u64 %a, %clock64;
-again:
-  mov.u64 %b, %clock64;
-  sub.u64 %b, %b, %a;
-  setp.lt.u64 %p, %b, %c;
-  @%p bra again;
-  ret;
-}
-";
-
-/// [`Alone`], but each collective takes its time on the GPU.
-#[derive(Debug)]
-struct Idle {
-    function: usize,
-    microseconds: f64,
-}
-
-impl Idle {
-    fn new(gpu: &Gpu, microseconds: f64) -> Idle {
-        static FUNCTION: Mutex<usize> = Mutex::new(0);
-        let mut function = FUNCTION.lock().unwrap();
-        if *function == 0 {
-            let _current = gpu.device.make_current().expect("a context");
-            let (text, name) = (CString::new(IDLE).unwrap(), CString::new("idle").unwrap());
-            let (mut module, mut found) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: a kernel of one argument that touches no memory; the module is never unloaded.
-            unsafe {
-                let loaded = sys::cuModuleLoadData(&mut module, text.as_ptr().cast());
-                assert_eq!(loaded, sys::CUresult::CUDA_SUCCESS);
-                let got = sys::cuModuleGetFunction(&mut found, module, name.as_ptr());
-                assert_eq!(got, sys::CUresult::CUDA_SUCCESS);
-            }
-            *function = found as usize;
-        }
-        Idle { function: *function, microseconds }
-    }
-
-    fn queue(&self, stream: Stream) -> Result<()> {
-        let mut clocks = (self.microseconds * 1980.0) as u64;
-        let mut arguments = [(&mut clocks as *mut u64).cast::<c_void>()];
-        let function = self.function as sys::CUfunction;
-        // SAFETY: the kernel's one argument; the device is current during the layer's calls.
-        let launched = unsafe {
-            let (stream, arguments) = (stream.as_ptr().cast(), arguments.as_mut_ptr());
-            sys::cuLaunchKernel(function, 8, 1, 1, 512, 1, 1, 0, stream, arguments, std::ptr::null_mut())
-        };
-        assert_eq!(launched, sys::CUresult::CUDA_SUCCESS);
-        Ok(())
-    }
-}
-
-impl Collective for Idle {
-    fn rank(&self) -> usize {
-        0
-    }
-    fn ranks(&self) -> usize {
-        1
-    }
-    fn all_reduce(&self, _: &'static str, _: &DeviceTensor, stream: Stream) -> Result<()> {
-        self.queue(stream)
-    }
-    fn all_gather(&self, _: &'static str, _: &DeviceTensor, _: &DeviceTensor, stream: Stream) -> Result<()> {
-        self.queue(stream)
-    }
-}
-
 /// Medians, in microseconds, of replays of `graphs` in turn, each behind an emptied L2 cache.
-pub fn medians(device: &Device, own: &OwnedStream, graphs: &[impl Fn()], reps: usize) -> Vec<f64> {
-    let flush = L2Flush::new(own).expect("a flush");
+pub fn medians(own: &OwnedStream, flush: &L2Flush, graphs: &[impl Fn()], reps: usize) -> Vec<f64> {
+    let device = own.device();
     let (begin, end) = (Event::new(device).expect("an event"), Event::new(device).expect("an event"));
     let mut samples = vec![Vec::new(); graphs.len()];
     for _ in 0..reps {
@@ -444,54 +368,4 @@ pub fn medians(device: &Device, own: &OwnedStream, graphs: &[impl Fn()], reps: u
         s[s.len() / 2]
     };
     samples.iter_mut().map(median).collect()
-}
-
-/// How long a step takes with collectives of given lengths, by the bytes that are prefetched beside them. Asked for by
-/// name (`--ignored`): it prints a table, and the default must not lose.
-#[test]
-#[ignore = "a measurement"]
-fn prefetch_pays() {
-    let Some(gpu) = gpu("collective::prefetch_pays") else { return };
-    const MIB: [(u64, u64); 7] = [(0, 0), (4, 4), (8, 8), (16, 16), (24, 24), (32, 32), (40, 40)];
-    let own = OwnedStream::new(&gpu.device).expect("a stream");
-    println!("us a step, collectives of idle us; prefetched MiB of pooler and unpooler; default last");
-    for tokens in [1, 8, 64, 128] {
-        let spec = StepSpec::new(tokens, 1, 1000, LayerKind::Full);
-        let step = synthetic::step(&gpu.config, &spec, 85).expect("a step");
-        let on = DeviceStep::new(&gpu, &step);
-        let plan = gpu.cuda.plan(key(&step, &spec, 0)).expect("a plan");
-        let mut workspaces: Vec<_> =
-            (0..MIB.len() + 2).map(|_| gpu.cuda.workspace(&plan).expect("a workspace")).collect();
-        for idle in [0.0, 8.0, 15.0, 30.0] {
-            let ranks = Idle::new(&gpu, idle);
-            let mut plans: Vec<Plan> = MIB
-                .iter()
-                .map(|(pooler, unpooler)| {
-                    let mut plan = plan.clone();
-                    plan.launches.prefetch =
-                        PrefetchPlan { pooler_bytes: pooler << 20, unpooler_bytes: unpooler << 20 };
-                    plan
-                })
-                .collect();
-            plans.push(plan.clone());
-            let (last, others) = workspaces.split_last_mut().expect("workspaces");
-            let (ranks, on, cuda) = (&ranks, &on, &gpu.cuda);
-            let mut graphs: Vec<_> = plans
-                .iter()
-                .zip(others)
-                .map(|(plan, workspace)| {
-                    own.capture(|stream| cuda.forward_with(plan, workspace, &on.input, &on.output, stream, ranks))
-                        .expect("a capture")
-                })
-                .collect();
-            let forward = |stream| cuda.forward(&plan, last, &on.input, &on.output, stream);
-            graphs.push(own.capture(forward).expect("a capture"));
-            let runs: Vec<_> = graphs.iter().map(|g| || own.replay(g).expect("replay")).collect();
-            let us = medians(&gpu.device, &own, &runs, 21);
-            let row: Vec<String> = us.iter().map(|us| format!("{us:6.1}")).collect();
-            let (table, ends) = row.split_at(MIB.len());
-            println!("T {tokens:3} idle {idle:4.0}: {} | {} | alone {}", table.join(" "), ends[0], ends[1]);
-            assert!(idle == 0.0 || us[MIB.len()] < us[0], "the default prefetch loses at {tokens} tokens, {idle} us");
-        }
-    }
 }

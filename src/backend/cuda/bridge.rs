@@ -43,7 +43,6 @@ mod ffi {
         type CombineParams = crate::backend::cuda::params::CombineParams;
         type FfnBoundaryParams = crate::backend::cuda::params::FfnBoundaryParams;
         type SliceSumParams = crate::backend::cuda::params::SliceSumParams;
-        type PrefetchParams = crate::backend::cuda::params::PrefetchParams;
         type PackDenseParams = crate::backend::cuda::params::PackDenseParams;
         type PackRouterParams = crate::backend::cuda::params::PackRouterParams;
         type PackExpertsParams = crate::backend::cuda::params::PackExpertsParams;
@@ -72,7 +71,6 @@ mod ffi {
         unsafe fn combine(params: &CombineParams, launch: &Launch) -> Result<i32>;
         unsafe fn ffn_boundary(params: &FfnBoundaryParams, launch: &Launch) -> Result<i32>;
         unsafe fn slice_sum(params: &SliceSumParams, launch: &Launch) -> Result<i32>;
-        unsafe fn prefetch(params: &PrefetchParams, launch: &Launch) -> Result<i32>;
         unsafe fn pack_dense(params: &PackDenseParams, launch: &Launch) -> Result<i32>;
         unsafe fn pack_router(params: &PackRouterParams, launch: &Launch) -> Result<i32>;
         unsafe fn pack_experts(params: &PackExpertsParams, launch: &Launch) -> Result<i32>;
@@ -146,7 +144,6 @@ operations! {
     combine(CombineParams),
     ffn_boundary(FfnBoundaryParams),
     slice_sum(SliceSumParams),
-    prefetch(PrefetchParams),
     pack_dense(PackDenseParams),
     pack_router(PackRouterParams),
     pack_experts(PackExpertsParams),

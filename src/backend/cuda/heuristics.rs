@@ -6,7 +6,7 @@
 
 use crate::backend::cuda::model as m;
 use crate::config::{LayerKind, WeightKind};
-use crate::plan::{AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, PrefetchPlan, RouterForm, RouterPlan};
+use crate::plan::{AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan};
 
 /// Up to this many tokens the dense projections take the skinny kernel (weights on M, tokens on N): at 128 it
 /// runs a chain of the four in 63 us, the tiled kernel in 75.
@@ -31,9 +31,6 @@ pub const ROUTER_ROWS_SPLITS: u32 = 16;
 pub const ROUTER_PLANES_SPLITS: u32 = 16;
 /// The most KV splits a request is cut into: more bring nothing, at 8k or at 128k keys.
 pub const MAX_KV_SPLITS: u32 = 128;
-/// Bytes of pooler and unpooler that are prefetched beside a collective.
-const POOLER_PREFETCH: u64 = 16 << 20;
-const UNPOOLER_PREFETCH: u64 = 24 << 20;
 /// Keys a KV split should at least hold: below, the join costs more than the split saves.
 const KEYS_PER_SPLIT: u64 = 64;
 /// Query tokens of a tile of the verify kernel.
@@ -61,7 +58,6 @@ pub fn choose(key: &PlanKey, experts: WeightKind, sm_count: u32) -> Launches {
         pooler: pooler(tokens, sm_count),
         experts: self::experts(tokens, key.route_bound, experts),
         unpooler: unpooler(tokens, key.rank, sm_count),
-        prefetch: prefetch(tokens),
     }
 }
 
@@ -123,14 +119,6 @@ fn unpooler(tokens: u32, rank: u32, sm_count: u32) -> DensePlan {
     }
     let splits = if tokens <= SKINNY_TOKENS { skinny_splits(m::HIDDEN, sm_count) } else { 1 };
     dense(tokens, m::HIDDEN, m::EXPERT_DIM, splits, tokens <= SKINNY_TOKENS)
-}
-
-/// While bytes are what a step waits for. The cache holds 50 MB.
-fn prefetch(tokens: u32) -> PrefetchPlan {
-    if tokens > SKINNY_TOKENS {
-        return PrefetchPlan::default();
-    }
-    PrefetchPlan { pooler_bytes: POOLER_PREFETCH, unpooler_bytes: UNPOOLER_PREFETCH }
 }
 
 /// Planes: 256 rows are one or two tiles, so K is split until token tiles times splits fill the SMs, and never

@@ -419,38 +419,24 @@ impl Step<'_> {
         Launch { dependent: self.launch.dependent * i32::from(self.ranks.is_identity()), ..self.launch }
     }
 
-    fn all_reduce(&self, name: &'static str, address: u64, columns: u32) -> Result<()> {
+    fn sum(&self, name: &'static str, address: u64, columns: u32) -> Result<()> {
+        if self.ranks.is_identity() {
+            return Ok(());
+        }
         let shape = [self.plan.key.tokens as usize, columns as usize];
         // SAFETY: a segment's border: the caller's tensor, a tap or scratch, of this shape.
         let partial = unsafe { DeviceTensor::contiguous(address, DType::Bf16, &shape) };
         self.launched("all_reduce", self.ranks.all_reduce(name, &partial, self.stream()))
     }
 
-    /// The ranks' sum in place of `attn_out`, while the first weights of the MoE block come to the cache.
+    /// The ranks' sum in place of `attn_out`.
     pub fn sum_attn_out(&self) -> Result<()> {
-        if self.ranks.is_identity() {
-            return Ok(());
-        }
-        let (l, w) = (&self.plan.launches, self.weights);
-        if l.prefetch.pooler_bytes > 0 {
-            let router = if l.router.form == RouterForm::Rows { &w.router } else { &w.router_planes };
-            let pooler = head(&l.pooler, w.pooler.ptr(), l.prefetch.pooler_bytes);
-            self.prefetch(whole(router.ptr(), router.bytes()), pooler)?;
-        }
-        self.all_reduce("attn_out", self.args.attn_out, m::HIDDEN)
+        self.sum("attn_out", self.args.attn_out, m::HIDDEN)
     }
 
-    /// The ranks' sum in place of `moe_mix`, while the first weights of the unpooler come to the cache.
+    /// The ranks' sum in place of `moe_mix`.
     pub fn sum_moe_mix(&self) -> Result<()> {
-        if self.ranks.is_identity() {
-            return Ok(());
-        }
-        let (l, w) = (&self.plan.launches, self.weights);
-        if l.prefetch.unpooler_bytes > 0 {
-            let unpooler = head(&l.unpooler, w.unpooler.ptr(), l.prefetch.unpooler_bytes);
-            self.prefetch(unpooler, PrefetchSpan::default())?;
-        }
-        self.all_reduce("moe_mix", self.args.moe_mix, m::EXPERT_DIM)
+        self.sum("moe_mix", self.args.moe_mix, m::EXPERT_DIM)
     }
 
     /// All ranks' slices, where the unpooler made a slice.
@@ -469,68 +455,5 @@ impl Step<'_> {
             )
         };
         self.launched("all_gather", self.ranks.all_gather("ffn_out", &part, &gathered, self.stream()))
-    }
-
-    fn prefetch(&self, first: PrefetchSpan, second: PrefetchSpan) -> Result<()> {
-        let params = PrefetchParams { first, second };
-        // SAFETY: as in `qkv_gate`; spans stay within the layer's weights.
-        self.launched("prefetch", unsafe { bridge::prefetch(&params, &self.launch) })
-    }
-}
-
-/// Bytes of a run of a span over a whole matrix.
-const RUN_BYTES: u64 = 1 << 20;
-
-fn whole(weight: u64, bytes: u64) -> PrefetchSpan {
-    PrefetchSpan {
-        data: weight as *const _,
-        stride: RUN_BYTES as i64,
-        runs: (bytes / RUN_BYTES) as i32,
-        run_bytes: RUN_BYTES as i32,
-    }
-}
-
-/// The beginning of what each CTA of a dense projection reads (64 rows of one split), `bytes` in all.
-fn head(d: &DensePlan, weight: u64, bytes: u64) -> PrefetchSpan {
-    let runs = (d.rows / 64 * d.splits) as u64;
-    let stride = 64 * 2 * d.k as u64 / d.splits as u64 / 16 * 16;
-    PrefetchSpan {
-        data: (weight + d.row_begin as u64 * d.k as u64 * 2) as *const _,
-        stride: stride as i64,
-        runs: runs as i32,
-        run_bytes: (bytes / runs / 16 * 16).min(stride) as i32,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::plan::PlanKey;
-
-    #[test]
-    fn prefetches_stay_within_the_weights() {
-        let at = 1 << 40;
-        for (tokens, sm_count, bytes) in
-            [1, 5, 8, 9, 64, 128].into_iter().flat_map(|t| [(t, 132, 24 << 20), (t, 114, 1 << 40), (t, 78, 5_000_000)])
-        {
-            for rank in [0, 7] {
-                let plan = Plan::new(PlanKey { rank, ..PlanKey::decode(tokens, 64) }, WeightKind::Nvfp4, sm_count);
-                let l = plan.unwrap().launches;
-                for d in [&l.pooler, &l.unpooler] {
-                    let span = head(d, at, bytes);
-                    let (begin, run) = (span.data as u64 - at, span.run_bytes as u64);
-                    let end = begin + (span.runs as u64 - 1) * span.stride as u64 + run;
-                    assert!(begin == d.row_begin as u64 * d.k as u64 * 2 && begin % 16 == 0, "{d:?}");
-                    assert!(end <= (d.row_begin + d.rows) as u64 * d.k as u64 * 2, "{d:?}: {end} bytes");
-                    assert!(run > 0 && run % 16 == 0 && run <= span.stride as u64 && span.stride % 16 == 0, "{d:?}");
-                    assert!(span.runs as u64 * run <= bytes, "{d:?}");
-                }
-            }
-        }
-        // The router's two forms are whole runs.
-        for bytes in [256 * 8192 * 4, 3 * 256 * 8192 * 2] {
-            let span = whole(at, bytes);
-            assert_eq!(span.runs as u64 * span.run_bytes as u64, bytes);
-        }
     }
 }

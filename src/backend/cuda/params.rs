@@ -61,8 +61,6 @@ macro_rules! params {
     (@id CombineParams) => { type_id!("msl::CombineParams") };
     (@id FfnBoundaryParams) => { type_id!("msl::FfnBoundaryParams") };
     (@id SliceSumParams) => { type_id!("msl::SliceSumParams") };
-    (@id PrefetchSpan) => { type_id!("msl::PrefetchSpan") };
-    (@id PrefetchParams) => { type_id!("msl::PrefetchParams") };
     (@id PackDenseParams) => { type_id!("msl::PackDenseParams") };
     (@id PackRouterParams) => { type_id!("msl::PackRouterParams") };
     (@id PackExpertsParams) => { type_id!("msl::PackExpertsParams") };
@@ -251,18 +249,6 @@ params! {
         tokens: i32,
         splits: i32,
         columns: i32,
-    }
-    /// `msl::PrefetchSpan`.
-    struct PrefetchSpan {
-        data: *const c_void,
-        stride: i64,
-        runs: i32,
-        run_bytes: i32,
-    }
-    /// `msl::PrefetchParams`.
-    struct PrefetchParams {
-        first: PrefetchSpan,
-        second: PrefetchSpan,
     }
     /// `msl::PackDenseParams`.
     struct PackDenseParams {
