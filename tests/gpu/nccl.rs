@@ -10,7 +10,7 @@ use muse_spark_layer::backend::cuda::Device;
 use muse_spark_layer::stack::{KindInput, LayerCache};
 use muse_spark_layer::{
     Backend, Collective, DType, DecoderLayer, DecoderStack, DeviceTensor, Error, Identity, LayerConfig, LayerKind,
-    LayerWeights, PerKind, StackInput, StackOutput, Workspace,
+    LayerWeights, PerKind, StackInput, StackOutput, Taps, Workspace,
 };
 use rstest::rstest;
 use std::io::Write;
@@ -179,7 +179,7 @@ fn two_ranks_are_the_reference(
     let runs = on_ranks(WAIT, |ranks| {
         let (rank, device) = (ranks.rank(), ranks.device());
         let (layer, step) = (&pair.cuda[rank], &steps[rank]);
-        let on = DeviceStep::on(&pair.config, device, step);
+        let on = DeviceStep::on(&pair.config, device, step, Taps::None);
         let plan = layer.plan(key(step, &spec, rank)).expect("a plan");
         let memory = device.allocate(plan.workspace_bytes).expect("allocate");
         // SAFETY: the memory outlives both; the captured work and the eager work use it in turn.
@@ -230,7 +230,7 @@ fn two_ranks_of_a_stack(#[values(1, 8, 64)] tokens: usize) {
     let got = on_ranks(WAIT, |ranks| {
         let (rank, device) = (ranks.rank(), ranks.device());
         let (stack, step) = (stack(rank), &steps[rank]);
-        let on: Vec<DeviceStep> = (0..LAYERS).map(|_| DeviceStep::on(&pair.config, device, step)).collect();
+        let on: Vec<DeviceStep> = (0..LAYERS).map(|_| DeviceStep::on(&pair.config, device, step, Taps::None)).collect();
         on.iter().for_each(|on| on.overwrite(step));
         let plan = stack.plan(&PerKind::both(key(step, &spec, rank))).expect("a plan");
         let mut workspace = stack.workspace(&plan).expect("a workspace");
@@ -315,7 +315,7 @@ fn a_rank_lost_in_a_step_is_an_error() {
     on_ranks(timeout, |ranks| {
         let (rank, device) = (ranks.rank(), ranks.device());
         let (layer, step) = (&pair.cuda[rank], &steps[rank]);
-        let on = DeviceStep::on(&pair.config, device, step);
+        let on = DeviceStep::on(&pair.config, device, step, Taps::None);
         let plan = layer.plan(key(step, &spec, rank)).expect("a plan");
         let mut workspace = layer.workspace(&plan).expect("a workspace");
         let own = OwnedStream::new(device).expect("a stream");
@@ -351,7 +351,7 @@ fn time_of_a_layer() {
         let times = on_ranks(WAIT, |ranks| {
             let (rank, device) = (ranks.rank(), ranks.device());
             let (layer, step) = (&pair.cuda[rank], &steps[rank]);
-            let on = DeviceStep::on(&pair.config, device, step);
+            let on = DeviceStep::on(&pair.config, device, step, Taps::None);
             on.overwrite(step);
             let plan = layer.plan(key(step, &spec, rank)).expect("a plan");
             let mut workspaces = [(); 2].map(|()| layer.workspace(&plan).expect("a workspace"));
