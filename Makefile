@@ -3,7 +3,7 @@
 # into an ignored folder, the toolkit only where none is installed.
 #
 #   make run       one decode step at full size, on a Hopper GPU where there is one, else on the CPU
-#   make test      every test, built with CUDA; those that need a GPU say so and skip where there is none
+#   make test      every test, built with CUDA and NCCL; those that need a GPU say so and skip where there is none
 #   make lint fmt doc bench bring
 #
 #   CUDA=0         the CPU-only form of run, test, lint and doc: no toolkit, quick
@@ -20,7 +20,7 @@ ifeq ($(origin CUDA),undefined)
 CUDA := 1
 run: CUDA := $(if $(filter-out 0,$(HOPPER)),1,0)
 endif
-FEATURES = $(if $(filter-out 0,$(CUDA)),--features cuda)
+FEATURES = $(if $(filter-out 0,$(CUDA)),--features nccl)
 
 # Cargo shows nothing of a running build script; ours writes a line for each finished step to descriptor 9.
 SHOW_PROGRESS = exec 9>&2; export MUSE_SPARK_PROGRESS=1;

@@ -25,9 +25,18 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+/// Where a collective is queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Queue {
+    /// The caller's stream.
+    pub stream: Stream,
+    /// The operation before it is one of the layer's, and triggers its dependents early.
+    pub dependent: bool,
+}
+
 /// Sums and gathers over ranks. All ranks call the same methods in the same order with equal lengths.
 ///
-/// Device methods queue on `stream`, neither synchronise it nor wait for other ranks' calls, and may be
+/// Device methods queue on a stream, neither synchronise it nor wait for other ranks' calls, and may be
 /// captured; a rank that is lost shows when the stream is waited for. Host methods return when done. `call`
 /// names the tensor, for errors.
 pub trait Collective: fmt::Debug + Send + Sync {
@@ -43,22 +52,29 @@ pub trait Collective: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether messages of `bytes` a rank are exchanged by kernels that keep the rules of dependent launch
+    /// (docs/scheduling.md): then the edges to and from them are dependent ones where the plan wants that.
+    fn dependent(&self, bytes: usize) -> bool {
+        let _ = bytes;
+        false
+    }
+
     /// Puts the sum over the ranks in place of `partial`, in device memory.
-    fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, stream: Stream) -> Result<()> {
-        let _ = (partial, stream);
+    fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, at: Queue) -> Result<()> {
+        let _ = (partial, at);
         unsupported("CUDA", self, call)
     }
 
     /// Puts every rank's `part` at `[rank]` of `gathered`, of which the own part may be the place, in device memory.
-    fn all_gather(
-        &self,
-        call: &'static str,
-        part: &DeviceTensor,
-        gathered: &DeviceTensor,
-        stream: Stream,
-    ) -> Result<()> {
-        let _ = (part, gathered, stream);
+    fn all_gather(&self, call: &'static str, part: &DeviceTensor, gathered: &DeviceTensor, at: Queue) -> Result<()> {
+        let _ = (part, gathered, at);
         unsupported("CUDA", self, call)
+    }
+
+    /// Waits for the work queued on `stream`, collectives among it, and tells of a rank that was lost. Not for capture.
+    fn wait(&self, stream: Stream) -> Result<()> {
+        let _ = stream;
+        unsupported("CUDA", self, "wait")
     }
 
     /// Puts the sum over the ranks in place of `partial`.

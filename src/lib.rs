@@ -38,7 +38,7 @@ pub mod tensor;
 pub mod weights;
 pub mod workspace;
 
-pub use collective::{Collective, Identity};
+pub use collective::{Collective, Identity, Queue};
 pub use config::{LayerConfig, LayerKind, QueryPrecision, Taps, WeightKind};
 pub use error::{Error, Result};
 pub use kv_cache::PagedKvCache;

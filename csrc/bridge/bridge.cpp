@@ -43,6 +43,8 @@ MSL_OPERATION(w2, ExpertGemmParams)
 MSL_OPERATION(combine, CombineParams)
 MSL_OPERATION(ffn_boundary, FfnBoundaryParams)
 MSL_OPERATION(slice_sum, SliceSumParams)
+MSL_OPERATION(peer_sum, PeerParams)
+MSL_OPERATION(peer_gather, PeerParams)
 MSL_OPERATION(pack_dense, PackDenseParams)
 MSL_OPERATION(pack_router, PackRouterParams)
 MSL_OPERATION(pack_experts, PackExpertsParams)
@@ -54,7 +56,7 @@ int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionPa
 
 int32_t prepare_all() {
   for (int (*prepare)() : {prepare_dense, prepare_attention, prepare_residual, prepare_moe, prepare_experts,
-                            prepare_collective}) {
+                            prepare_collective, prepare_peer}) {
     if (const int code = prepare()) return told(code);
   }
   return cudaSuccess;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "include/params.h"
+#include "include/peer.h"
 #include "rust/cxx.h"
 
 namespace msl::bridge {
@@ -29,6 +30,8 @@ int32_t w2(const ExpertGemmParams& params, const Launch& launch);
 int32_t combine(const CombineParams& params, const Launch& launch);
 int32_t ffn_boundary(const FfnBoundaryParams& params, const Launch& launch);
 int32_t slice_sum(const SliceSumParams& params, const Launch& launch);
+int32_t peer_sum(const PeerParams& params, const Launch& launch);
+int32_t peer_gather(const PeerParams& params, const Launch& launch);
 int32_t pack_dense(const PackDenseParams& params, const Launch& launch);
 int32_t pack_router(const PackRouterParams& params, const Launch& launch);
 int32_t pack_experts(const PackExpertsParams& params, const Launch& launch);

@@ -87,6 +87,10 @@ rust::String layouts() {
   FIELD(PackExpertsParams, experts); FIELD(PackExpertsParams, rows); FIELD(PackExpertsParams, k);
   FIELD(PackExpertsParams, swiglu); FIELD(PackExpertsParams, weight_kind);
   FIELD(PackExpertsParams, scales_per_expert);
+  BEGIN(PeerParams);
+  FIELD(PeerParams, data); FIELD(PeerParams, inboxes); FIELD(PeerParams, calls); FIELD(PeerParams, lost);
+  FIELD(PeerParams, timeout_ns); FIELD(PeerParams, elements); FIELD(PeerParams, capacity); FIELD(PeerParams, rank);
+  FIELD(PeerParams, ranks);
   return text.str();
 }
 }  // namespace msl::bridge

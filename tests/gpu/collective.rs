@@ -6,12 +6,13 @@ use crate::layer::{carried, distances};
 use cudarc::driver::sys;
 use muse_spark_layer::backend::cpu::{CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::backend::cuda::graph::{Event, L2Flush, OwnedStream};
+use muse_spark_layer::backend::cuda::Device;
 use muse_spark_layer::collective::{self, ThreadRank};
 use muse_spark_layer::step::{FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
 use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
 use muse_spark_layer::{
     Backend, Collective, DType, DecoderLayer, DeviceTensor, Error, LayerConfig, LayerKind, LayerWeights, PlanKey,
-    QueryPrecision, Result, Stream, Workspace,
+    QueryPrecision, Queue, Result, Stream, Taps, Workspace,
 };
 use rstest::rstest;
 use std::ffi::c_void;
@@ -33,10 +34,10 @@ impl Collective for Alone {
     fn ranks(&self) -> usize {
         1
     }
-    fn all_reduce(&self, _: &'static str, _: &DeviceTensor, _: Stream) -> Result<()> {
+    fn all_reduce(&self, _: &'static str, _: &DeviceTensor, _: Queue) -> Result<()> {
         Ok(())
     }
-    fn all_gather(&self, _: &'static str, part: &DeviceTensor, gathered: &DeviceTensor, _: Stream) -> Result<()> {
+    fn all_gather(&self, _: &'static str, part: &DeviceTensor, gathered: &DeviceTensor, _: Queue) -> Result<()> {
         assert_eq!(part.ptr(), gathered.ptr(), "the slice is made in its place");
         Ok(())
     }
@@ -151,6 +152,12 @@ impl Pair {
     }
 }
 
+/// Both ranks on the first GPU.
+pub fn pair_on_one(gpu: &Gpu) -> &'static Pair {
+    static PAIR_OF_LAYERS: OnceLock<Pair> = OnceLock::new();
+    PAIR_OF_LAYERS.get_or_init(|| Pair::new(&gpu.config, [0, 0], 23))
+}
+
 /// `tokens` tokens: decode to 64, one chunk of a prefill beyond.
 pub fn of_tokens(tokens: usize, kind: LayerKind) -> StepSpec {
     if tokens > 64 {
@@ -210,20 +217,14 @@ impl Collective for ThroughHost {
     fn ranks(&self) -> usize {
         self.0.ranks()
     }
-    fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, stream: Stream) -> Result<()> {
-        let mut values = Self::read(partial, stream);
+    fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, at: Queue) -> Result<()> {
+        let mut values = Self::read(partial, at.stream);
         self.0.all_reduce_host(call, &mut values)?;
         Self::write(partial, &values);
         Ok(())
     }
-    fn all_gather(
-        &self,
-        call: &'static str,
-        part: &DeviceTensor,
-        gathered: &DeviceTensor,
-        stream: Stream,
-    ) -> Result<()> {
-        Self::write(gathered, &self.0.all_gather_host(call, &Self::read(part, stream))?);
+    fn all_gather(&self, call: &'static str, part: &DeviceTensor, gathered: &DeviceTensor, at: Queue) -> Result<()> {
+        Self::write(gathered, &self.0.all_gather_host(call, &Self::read(part, at.stream))?);
         Ok(())
     }
 }
@@ -235,8 +236,7 @@ fn two_ranks_on_one_gpu(
     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
 ) {
     let Some(gpu) = gpu("collective::two_ranks_on_one_gpu") else { return };
-    static PAIR_OF_LAYERS: OnceLock<Pair> = OnceLock::new();
-    let pair = PAIR_OF_LAYERS.get_or_init(|| Pair::new(&gpu.config, [0, 0], 23));
+    let pair = pair_on_one(&gpu);
     let spec = of_tokens(tokens, kind);
     let steps = pair.steps(&spec, 91);
     let got = on_threads(Duration::from_secs(60), |rank, ranks| {
@@ -347,6 +347,69 @@ fn gathered_slices_are_the_branch(#[values(1, 3, 5, 8)] tokens: usize, #[values(
         let distance = relative_l2(&got[t * hidden..][..hidden], &want.stream[t * hidden..][..hidden]);
         assert!(distance < 1e-5, "token {t} is {distance:.2e} from the reference");
     }
+}
+
+/// A thread for each of `ranks`, which hands its rank to `work`.
+pub fn each_rank<C: Collective, T: Send>(ranks: Vec<C>, work: impl Fn(C) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || work(rank))).collect();
+        threads.into_iter().map(|t| t.join().expect("a rank")).collect()
+    })
+}
+
+/// The outputs of a step in device memory.
+pub fn output(on: &DeviceStep) -> StepOutput {
+    let results = on.results();
+    StepOutput {
+        hidden: results[0].chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]])).collect(),
+        stream: results[1].chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        topk_ids: results[2].chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        topk_scores: Vec::new(),
+        taps: None,
+    }
+}
+
+/// Two ranks, eager, captured as the first call, and replayed: the reference's two ranks, and each other's bits.
+pub fn over_two_ranks<C: Collective>(
+    pair: &Pair,
+    devices: &[Device],
+    ranks: Vec<C>,
+    spec: &StepSpec,
+    dependent_launch: bool,
+) {
+    let steps = pair.steps(spec, 91);
+    let runs = each_rank(ranks, |ranks| {
+        let (rank, device) = (ranks.rank(), &devices[ranks.rank()]);
+        let (layer, step) = (&pair.cuda[rank], &steps[rank]);
+        let on = DeviceStep::on(&pair.config, device, step, Taps::None);
+        let plan = layer.plan(PlanKey { dependent_launch, ..key(step, spec, rank) }).expect("a plan");
+        let memory = device.allocate(plan.workspace_bytes).expect("allocate");
+        // SAFETY: the memory outlives both; the captured work and the eager work use it in turn.
+        let [mut captured, mut workspace] = [(); 2]
+            .map(|()| unsafe { Workspace::from_raw(device, memory.ptr(), memory.bytes()).expect("a workspace") });
+        let own = OwnedStream::new(device).expect("a stream");
+        let graph = own
+            .capture_on_thread(|stream| layer.forward_with(&plan, &mut captured, &on.input, &on.output, stream, &ranks))
+            .expect("a capture");
+        let mut results = Vec::new();
+        for run in 0..6 {
+            on.overwrite(step);
+            workspace.poison(device).expect("poison");
+            if run % 2 == 0 {
+                layer
+                    .forward_with(&plan, &mut workspace, &on.input, &on.output, own.stream(), &ranks)
+                    .expect("forward_with");
+            } else {
+                own.replay(&graph).expect("replay");
+            }
+            ranks.wait(own.stream()).expect("the step");
+            results.push(on.results());
+        }
+        assert!(results.iter().all(|r| *r == results[0]), "rank {rank}: eager and replayed bits differ");
+        output(&on)
+    });
+    pair.compare(&steps, &runs, &pair.reference(&steps, spec.kind));
 }
 
 /// Medians, in microseconds, of replays of `graphs` in turn, each behind an emptied L2 cache.

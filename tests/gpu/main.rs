@@ -21,6 +21,7 @@ mod mixed;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod operations;
+mod peers;
 mod properties;
 mod routes;
 mod soak;

@@ -1,16 +1,19 @@
 //! The layer over NCCL: one rank on one GPU, a rank whose peer does not come, and two ranks of TP8/EP8 on two GPUs.
 //! Tests say that they are skipped where NCCL's library or the second GPU is missing. With `NCCL_NVLS_ENABLE=0`.
 
-use crate::collective::{key, medians, of_tokens, same_bits_as_forward, Alone, Pair, PAIR};
+use crate::collective::{
+    each_rank, key, medians, of_tokens, output, over_two_ranks, same_bits_as_forward, Alone, Pair, PAIR,
+};
 use crate::harness::{gpu, spec, DeviceStep};
 use muse_spark_layer::backend::cpu::StepOutput;
 use muse_spark_layer::backend::cuda::graph::{L2Flush, OwnedStream};
 use muse_spark_layer::backend::cuda::nccl::{self, Nccl, NcclId};
+use muse_spark_layer::backend::cuda::peers::Peers;
 use muse_spark_layer::backend::cuda::Device;
 use muse_spark_layer::stack::{KindInput, LayerCache};
 use muse_spark_layer::{
     Backend, Collective, DType, DecoderLayer, DecoderStack, DeviceTensor, Error, Identity, LayerConfig, LayerKind,
-    LayerWeights, PerKind, StackInput, StackOutput, Taps, Workspace,
+    LayerWeights, PerKind, Queue, StackInput, StackOutput, Stream, Taps,
 };
 use rstest::rstest;
 use std::io::Write;
@@ -18,6 +21,10 @@ use std::sync::{Barrier, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 const WAIT: Duration = Duration::from_secs(20);
+
+fn queue(stream: Stream) -> Queue {
+    Queue { stream, dependent: false }
+}
 
 fn skipped(test: &str, why: impl std::fmt::Display) {
     // Not by eprintln, which the test harness swallows.
@@ -62,7 +69,7 @@ fn a_gather_of_one_rank_is_a_copy() {
     // SAFETY: both hold 1024 elements and live to the end.
     let view = |at: u64, shape: &[usize]| unsafe { DeviceTensor::contiguous(at, DType::F32, shape) };
     let (from, to) = (view(part.ptr(), &[1, 1024]), view(whole.ptr(), &[1, 1, 1024]));
-    let graph = own.capture(|stream| ranks.all_gather("x", &from, &to, stream)).expect("a capture");
+    let graph = own.capture(|stream| ranks.all_gather("x", &from, &to, queue(stream))).expect("a capture");
     for value in [3u8, 7] {
         part.fill(value).expect("fill");
         own.replay(&graph).expect("replay");
@@ -72,11 +79,11 @@ fn a_gather_of_one_rank_is_a_copy() {
         assert_eq!(bytes, [value; 4096]);
     }
     let wrong = view(whole.ptr(), &[1, 1, 512]);
-    let error = ranks.all_gather("x", &from, &wrong, own.stream()).unwrap_err();
+    let error = ranks.all_gather("x", &from, &wrong, queue(own.stream())).unwrap_err();
     assert!(matches!(error, Error::Shape { .. }), "{error}");
     // SAFETY: only its type is looked at.
     let words = unsafe { DeviceTensor::contiguous(whole.ptr(), DType::I32, &[1024]) };
-    let error = ranks.all_reduce("x", &words, own.stream()).unwrap_err();
+    let error = ranks.all_reduce("x", &words, queue(own.stream())).unwrap_err();
     assert!(matches!(error, Error::DType { .. }), "{error}");
 }
 
@@ -114,7 +121,7 @@ fn host_time_of_a_call() {
     let mut times: Vec<f64> = (0..200)
         .map(|_| {
             let began = Instant::now();
-            ranks.all_reduce("x", &row, own.stream()).expect("all_reduce");
+            ranks.all_reduce("x", &row, queue(own.stream())).expect("all_reduce");
             began.elapsed().as_secs_f64() * 1e6
         })
         .collect();
@@ -123,7 +130,7 @@ fn host_time_of_a_call() {
 }
 
 /// Two GPUs, one test at a time; `None`, and a line, where there are fewer.
-fn two_gpus(test: &str) -> Option<MutexGuard<'static, Pair>> {
+pub fn two_gpus(test: &str) -> Option<MutexGuard<'static, Pair>> {
     static TWO: OnceLock<Result<Mutex<Pair>, String>> = OnceLock::new();
     let two = TWO.get_or_init(|| {
         let found = Device::count().map_err(|e| e.to_string())?;
@@ -142,29 +149,13 @@ fn two_gpus(test: &str) -> Option<MutexGuard<'static, Pair>> {
     }
 }
 
-fn devices() -> Vec<Device> {
+pub fn devices() -> Vec<Device> {
     (0..PAIR as i32).map(|d| Device::new(d).expect("a device")).collect()
 }
 
 /// A thread for each rank, each with its communicator.
 fn on_ranks<T: Send>(timeout: Duration, work: impl Fn(Nccl) -> T + Sync) -> Vec<T> {
-    let ranks = Nccl::all(&devices(), timeout).expect("the communicators");
-    std::thread::scope(|scope| {
-        let work = &work;
-        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || work(rank))).collect();
-        threads.into_iter().map(|t| t.join().expect("a rank")).collect()
-    })
-}
-
-fn output(on: &DeviceStep) -> StepOutput {
-    let results = on.results();
-    StepOutput {
-        hidden: results[0].chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]])).collect(),
-        stream: results[1].chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        topk_ids: results[2].chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        topk_scores: Vec::new(),
-        taps: None,
-    }
+    each_rank(Nccl::all(&devices(), timeout).expect("the communicators"), work)
 }
 
 /// Eager, captured as the first call, and replayed: the reference's two ranks, and each other's bits.
@@ -174,39 +165,8 @@ fn two_ranks_are_the_reference(
     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
 ) {
     let Some(pair) = two_gpus("nccl::two_ranks_are_the_reference") else { return };
-    let spec = of_tokens(tokens, kind);
-    let steps = pair.steps(&spec, 91);
-    let runs = on_ranks(WAIT, |ranks| {
-        let (rank, device) = (ranks.rank(), ranks.device());
-        let (layer, step) = (&pair.cuda[rank], &steps[rank]);
-        let on = DeviceStep::on(&pair.config, device, step, Taps::None);
-        let plan = layer.plan(key(step, &spec, rank)).expect("a plan");
-        let memory = device.allocate(plan.workspace_bytes).expect("allocate");
-        // SAFETY: the memory outlives both; the captured work and the eager work use it in turn.
-        let [mut captured, mut workspace] = [(); 2]
-            .map(|()| unsafe { Workspace::from_raw(device, memory.ptr(), memory.bytes()).expect("a workspace") });
-        let own = OwnedStream::new(device).expect("a stream");
-        let graph = own
-            .capture_on_thread(|stream| layer.forward_with(&plan, &mut captured, &on.input, &on.output, stream, &ranks))
-            .expect("a capture");
-        let mut results = Vec::new();
-        for run in 0..4 {
-            on.overwrite(step);
-            workspace.poison(device).expect("poison");
-            if run % 2 == 0 {
-                layer
-                    .forward_with(&plan, &mut workspace, &on.input, &on.output, own.stream(), &ranks)
-                    .expect("forward_with");
-            } else {
-                own.replay(&graph).expect("replay");
-            }
-            ranks.wait(own.stream()).expect("the step");
-            results.push(on.results());
-        }
-        assert!(results.iter().all(|r| *r == results[0]), "rank {rank}: eager and replayed bits differ");
-        output(&on)
-    });
-    pair.compare(&steps, &runs, &pair.reference(&steps, kind));
+    let ranks = Nccl::all(&devices(), WAIT).expect("the communicators");
+    over_two_ranks(&pair, &devices(), ranks, &of_tokens(tokens, kind), true);
 }
 
 /// A stack of four layers over two ranks, in one graph: each layer against the reference's two ranks from the stream that
@@ -336,68 +296,93 @@ fn a_rank_lost_in_a_step_is_an_error() {
     });
 }
 
-/// The time of a layer with its collectives and alone, and what a call costs the host: printed.
+/// The time of a layer over two ranks, by NCCL, by peers (up to 64 tokens; NCCL beyond), and alone, and what a call costs
+/// the host: printed.
 #[test]
 #[ignore = "a measurement"]
 fn time_of_a_layer() {
     let Some(pair) = two_gpus("nccl::time_of_a_layer") else { return };
-    println!("NCCL {}, two ranks; us a layer by graph replay: with collectives, alone; host us a call", {
+    println!("NCCL {}; us a layer by graph replay: NCCL, peers, alone; host us a call with NCCL, peers, alone", {
         nccl::version().expect("a version")
     });
-    for tokens in [1, 8, 9, 64, 256, 512, 2048, 8192] {
+    for tokens in [1, 2, 4, 8, 9, 16, 32, 64, 256, 512, 2048, 8192] {
         let spec = of_tokens(tokens, LayerKind::Full);
         let steps = pair.steps(&spec, 95);
         let (together, one_by_one) = (Barrier::new(PAIR), Mutex::new(()));
-        let times = on_ranks(WAIT, |ranks| {
-            let (rank, device) = (ranks.rank(), ranks.device());
-            let (layer, step) = (&pair.cuda[rank], &steps[rank]);
-            let on = DeviceStep::on(&pair.config, device, step, Taps::None);
-            on.overwrite(step);
-            let plan = layer.plan(key(step, &spec, rank)).expect("a plan");
-            let mut workspaces = [(); 2].map(|()| layer.workspace(&plan).expect("a workspace"));
-            let own = OwnedStream::new(device).expect("a stream");
-            // It captures in the mode that forbids other threads everything.
-            let flush = {
-                let _alone = one_by_one.lock();
-                L2Flush::new(&own).expect("a flush")
-            };
-            together.wait();
-            let (input, output) = (&on.input, &on.output);
-            let [first, _] = &mut workspaces;
-            let mut host: Vec<f64> = (0..20)
-                .map(|_| {
+        let [first, second] = [(); 2].map(|()| Nccl::all(&devices(), WAIT).expect("the communicators"));
+        let peers = Peers::all(&devices(), 1 << 20, WAIT).expect("peers");
+        let both: Vec<_> = first
+            .into_iter()
+            .zip(peers.into_iter().zip(second))
+            .map(|(nccl, (peers, larger))| (nccl, peers.with_larger(Box::new(larger)).expect("peers")))
+            .collect();
+        let times = std::thread::scope(|scope| {
+            let (together, one_by_one, pair, steps, spec) = (&together, &one_by_one, &pair, &steps, &spec);
+            let rank = |(nccl, peers): (Nccl, Peers)| {
+                scope.spawn(move || {
+                    let (rank, device) = (nccl.rank(), nccl.device());
+                    let (layer, step) = (&pair.cuda[rank], &steps[rank]);
+                    let on = DeviceStep::on(&pair.config, device, step, Taps::None);
+                    on.overwrite(step);
+                    let plan = layer.plan(key(step, spec, rank)).expect("a plan");
+                    let mut workspaces = [(); 3].map(|()| layer.workspace(&plan).expect("a workspace"));
+                    let own = OwnedStream::new(device).expect("a stream");
+                    // It captures in the mode that forbids other threads everything.
                     together.wait();
-                    let began = Instant::now();
-                    layer.forward_with(&plan, first, input, output, own.stream(), &ranks).expect("forward_with");
-                    let taken = began.elapsed().as_secs_f64() * 1e6;
-                    ranks.wait(own.stream()).expect("the step");
-                    taken
-                })
-                .collect();
-            host.sort_by(f64::total_cmp);
-            together.wait();
-            let forms: [&dyn Collective; 2] = [&ranks, &Identity];
-            let graphs: Vec<_> = forms
-                .into_iter()
-                .zip(&mut workspaces)
-                .map(|(ranks, workspace)| {
-                    own.capture_on_thread(|stream| layer.forward_with(&plan, workspace, input, output, stream, ranks))
-                        .expect("a capture")
-                })
-                .collect();
-            let runs: Vec<_> = graphs
-                .iter()
-                .map(|graph| {
-                    || {
-                        together.wait();
-                        own.replay(graph).expect("replay");
+                    let flush = {
+                        let _alone = one_by_one.lock();
+                        L2Flush::new(&own).expect("a flush")
+                    };
+                    let (input, output) = (&on.input, &on.output);
+                    let forms: [&dyn Collective; 3] = [&nccl, &peers, &Identity];
+                    let mut host = Vec::new();
+                    for (form, workspace) in forms.into_iter().zip(&mut workspaces) {
+                        let mut times = Vec::new();
+                        for _ in 0..15 {
+                            together.wait();
+                            let began = Instant::now();
+                            layer
+                                .forward_with(&plan, workspace, input, output, own.stream(), form)
+                                .expect("forward_with");
+                            times.push(began.elapsed().as_secs_f64() * 1e6);
+                            own.synchronize().expect("the step");
+                        }
+                        times.sort_by(f64::total_cmp);
+                        host.push(times[times.len() / 2]);
                     }
+                    together.wait();
+                    let graphs: Vec<_> = forms
+                        .into_iter()
+                        .zip(&mut workspaces)
+                        .map(|(form, workspace)| {
+                            own.capture_on_thread(|stream| {
+                                layer.forward_with(&plan, workspace, input, output, stream, form)
+                            })
+                            .expect("a capture")
+                        })
+                        .collect();
+                    let runs: Vec<_> = graphs
+                        .iter()
+                        .map(|graph| {
+                            || {
+                                together.wait();
+                                own.replay(graph).expect("replay");
+                            }
+                        })
+                        .collect();
+                    let us = medians(&own, &flush, &runs, 31);
+                    peers.wait(own.stream()).expect("the steps");
+                    (us, host)
                 })
-                .collect();
-            (medians(&own, &flush, &runs, 31), host[host.len() / 2])
+            };
+            let threads: Vec<_> = both.into_iter().map(rank).collect();
+            threads.into_iter().map(|t| t.join().expect("a rank")).collect::<Vec<_>>()
         });
         for (rank, (us, host)) in times.iter().enumerate() {
-            println!("T {tokens:4} rank {rank}: {:7.1} {:7.1} | {host:5.1}", us[0], us[1]);
+            println!(
+                "T {tokens:4} rank {rank}: {:7.1} {:7.1} {:7.1} | {:5.1} {:5.1} {:5.1}",
+                us[0], us[1], us[2], host[0], host[1], host[2]
+            );
         }
     }
 }

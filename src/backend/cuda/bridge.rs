@@ -43,6 +43,7 @@ mod ffi {
         type CombineParams = crate::backend::cuda::params::CombineParams;
         type FfnBoundaryParams = crate::backend::cuda::params::FfnBoundaryParams;
         type SliceSumParams = crate::backend::cuda::params::SliceSumParams;
+        type PeerParams = crate::backend::cuda::params::PeerParams;
         type PackDenseParams = crate::backend::cuda::params::PackDenseParams;
         type PackRouterParams = crate::backend::cuda::params::PackRouterParams;
         type PackExpertsParams = crate::backend::cuda::params::PackExpertsParams;
@@ -71,6 +72,8 @@ mod ffi {
         unsafe fn combine(params: &CombineParams, launch: &Launch) -> Result<i32>;
         unsafe fn ffn_boundary(params: &FfnBoundaryParams, launch: &Launch) -> Result<i32>;
         unsafe fn slice_sum(params: &SliceSumParams, launch: &Launch) -> Result<i32>;
+        unsafe fn peer_sum(params: &PeerParams, launch: &Launch) -> Result<i32>;
+        unsafe fn peer_gather(params: &PeerParams, launch: &Launch) -> Result<i32>;
         unsafe fn pack_dense(params: &PackDenseParams, launch: &Launch) -> Result<i32>;
         unsafe fn pack_router(params: &PackRouterParams, launch: &Launch) -> Result<i32>;
         unsafe fn pack_experts(params: &PackExpertsParams, launch: &Launch) -> Result<i32>;
@@ -144,6 +147,8 @@ operations! {
     combine(CombineParams),
     ffn_boundary(FfnBoundaryParams),
     slice_sum(SliceSumParams),
+    peer_sum(PeerParams),
+    peer_gather(PeerParams),
     pack_dense(PackDenseParams),
     pack_router(PackRouterParams),
     pack_experts(PackExpertsParams),

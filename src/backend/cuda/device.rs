@@ -211,6 +211,16 @@ impl Device {
         Ok(buffer)
     }
 
+    /// Lets this device read and write the memory of `peer`, for the life of the process.
+    pub(super) fn map_peer(&self, peer: &Device) -> Result<()> {
+        let _current = self.make_current()?;
+        // SAFETY: a live context of another device.
+        match unsafe { sys::cuCtxEnablePeerAccess(peer.0.context, 0) } {
+            sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+            code => check("cuCtxEnablePeerAccess", code),
+        }
+    }
+
     /// Zeroes memory and waits for it.
     pub(crate) fn zero(&self, ptr: u64, bytes: u64) -> Result<()> {
         self.fill(ptr, 0, bytes)

@@ -11,6 +11,7 @@
 //! | `ops.rs` | one method per operation: fills the struct, calls the entry point |
 //! | `host.rs` | a step on host arrays: upload, run, download |
 //! | `resident.rs` | a step whose tensors live on the device, for measurements |
+//! | `peers.rs` | collectives of a few tokens between GPUs of one process |
 //! | `nccl.rs` | collectives between GPUs, feature `nccl` |
 //! | `graph.rs` | streams, events, captured graphs, an emptied L2 cache |
 //!
@@ -33,6 +34,8 @@ pub mod nccl;
 pub(crate) mod ops;
 #[cfg(feature = "cuda")]
 pub mod params;
+#[cfg(feature = "cuda")]
+pub mod peers;
 #[cfg(feature = "cuda")]
 pub mod resident;
 #[cfg(feature = "cuda")]

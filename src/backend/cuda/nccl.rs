@@ -5,12 +5,12 @@
 //! give codes that the bindings do not know.
 //!
 //! Communicators are non-blocking: a call that has to wait for other ranks gives up after the communicator's
-//! time-out with [`Error::RankLost`], and [`Nccl::wait`] does so for work that is queued. Either aborts the
+//! time-out with [`Error::RankLost`], and [`Collective::wait`] does so for work that is queued. Either aborts the
 //! communicator, which ends its kernels; every later call gives the same error.
 #![allow(unsafe_code)]
 
 use crate::backend::cuda::Device;
-use crate::collective::Collective;
+use crate::collective::{Collective, Queue};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 use crate::tensor::{DType, DeviceTensor};
@@ -287,29 +287,6 @@ impl Nccl {
         self.told("ncclCommGetAsyncError", &mut comm, if code == IN_PROGRESS { SUCCESS } else { code })
     }
 
-    /// Waits for the work queued on `stream`, collectives among it, and gives [`Error::RankLost`] if it is not done after
-    /// the time-out. Not for capture.
-    pub fn wait(&self, stream: Stream) -> Result<()> {
-        let patience = Patience::new(self.timeout);
-        loop {
-            let queried = {
-                let _current = self.device.make_current()?;
-                // SAFETY: the caller vouched for the stream.
-                unsafe { cu::cuStreamQuery(stream.as_ptr() as cu::CUstream) }
-            };
-            self.check()?;
-            match queried {
-                cu::CUresult::CUDA_ERROR_NOT_READY => {}
-                done => return super::device::check("cuStreamQuery", done),
-            }
-            if !patience.pause() {
-                let reason =
-                    format!("work that was queued did not end in {:?}: another rank takes no part", self.timeout);
-                return Err(self.lose("wait", &mut self.comm(), reason));
-            }
-        }
-    }
-
     fn lost(&self, call: &str, reason: &str) -> Error {
         Error::RankLost { rank: self.rank, ranks: self.ranks, call: call.into(), reason: reason.into() }
     }
@@ -386,22 +363,16 @@ impl Collective for Nccl {
         self.ranks
     }
 
-    fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, stream: Stream) -> Result<()> {
-        let (dtype, at) = (data_type(call, partial.dtype())?, partial.ptr() as *mut c_void);
+    fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, at: Queue) -> Result<()> {
+        let (dtype, data) = (data_type(call, partial.dtype())?, partial.ptr() as *mut c_void);
         let sum = sys::ncclRedOp_t::ncclSum as c_int;
         // SAFETY: the tensor's elements, in place; the stream is of this device, as the caller vouched for.
         self.queue(call, |api, comm| unsafe {
-            (api.all_reduce)(at, at, partial.len(), dtype, sum, comm, stream.as_ptr())
+            (api.all_reduce)(data, data, partial.len(), dtype, sum, comm, at.stream.as_ptr())
         })
     }
 
-    fn all_gather(
-        &self,
-        call: &'static str,
-        part: &DeviceTensor,
-        gathered: &DeviceTensor,
-        stream: Stream,
-    ) -> Result<()> {
+    fn all_gather(&self, call: &'static str, part: &DeviceTensor, gathered: &DeviceTensor, at: Queue) -> Result<()> {
         let dtype = data_type(call, part.dtype())?;
         if gathered.dtype() != part.dtype() {
             return Err(Error::DType { tensor: call.into(), wanted: part.dtype(), got: gathered.dtype() });
@@ -412,7 +383,29 @@ impl Collective for Nccl {
         }
         let (from, to) = (part.ptr() as *const c_void, gathered.ptr() as *mut c_void);
         // SAFETY: as in `all_reduce`; `gathered` holds `ranks` parts.
-        self.queue(call, |api, comm| unsafe { (api.all_gather)(from, to, part.len(), dtype, comm, stream.as_ptr()) })
+        self.queue(call, |api, comm| unsafe { (api.all_gather)(from, to, part.len(), dtype, comm, at.stream.as_ptr()) })
+    }
+
+    /// Gives [`Error::RankLost`] if the work is not done after the time-out.
+    fn wait(&self, stream: Stream) -> Result<()> {
+        let patience = Patience::new(self.timeout);
+        loop {
+            let queried = {
+                let _current = self.device.make_current()?;
+                // SAFETY: the caller vouched for the stream.
+                unsafe { cu::cuStreamQuery(stream.as_ptr() as cu::CUstream) }
+            };
+            self.check()?;
+            match queried {
+                cu::CUresult::CUDA_ERROR_NOT_READY => {}
+                done => return super::device::check("cuStreamQuery", done),
+            }
+            if !patience.pause() {
+                let reason =
+                    format!("work that was queued did not end in {:?}: another rank takes no part", self.timeout);
+                return Err(self.lose("wait", &mut self.comm(), reason));
+            }
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 
 use crate::backend::cuda::params::*;
 use crate::backend::cuda::{bridge, model as m, Buffer, Device};
-use crate::collective::Collective;
+use crate::collective::{Collective, Queue};
 use crate::config::{QueryPrecision, WeightKind};
 use crate::error::{Error, Result};
 use crate::layer::After;
@@ -196,8 +196,9 @@ impl Step<'_> {
             ffn_input: a.ffn_input as *mut _,
             tokens: self.tokens(),
         };
+        let launch = self.behind_collective(2 * self.plan.key.tokens * m::HIDDEN);
         // SAFETY: as in `qkv_gate`.
-        self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &self.behind_collective()) })
+        self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &launch) })
     }
 
     /// Partial logits, FP32 `[splits][T, 256]`, in the form the plan names.
@@ -361,8 +362,9 @@ impl Step<'_> {
         let d = &self.plan.launches.unpooler;
         let params =
             self.dense(d, &self.weights.unpooler, self.args.moe_mix, m::EXPERT_DIM as i32, self.scratch.unpooled);
+        let launch = self.behind_collective(2 * self.plan.key.tokens * m::EXPERT_DIM);
         // SAFETY: as in `qkv_gate`.
-        self.launched("unpooler", unsafe { bridge::unpooler(&params, &self.behind_collective()) })
+        self.launched("unpooler", unsafe { bridge::unpooler(&params, &launch) })
     }
 
     /// Adds the splits of this rank's slice: FP32 `[T, 1024]`.
@@ -383,7 +385,8 @@ impl Step<'_> {
     pub fn ffn_boundary(&self) -> Result<()> {
         let (a, w, d) = (&self.args, &self.weights, &self.plan.launches.unpooler);
         let gathered = a.slices != 0;
-        let launch = if gathered { self.behind_collective() } else { self.launch };
+        let slice_bytes = 4 * self.plan.key.tokens * m::UNPOOL_SLICE;
+        let launch = if gathered { self.behind_collective(slice_bytes) } else { self.launch };
         let columns = if gathered { a.slice_ranks * m::UNPOOL_SLICE } else { d.rows };
         let params = FfnBoundaryParams {
             stream: a.stream_after_attn as *const f32,
@@ -414,9 +417,15 @@ impl Step<'_> {
         unsafe { Stream::from_raw(self.launch.stream) }
     }
 
-    /// The edge to an operation behind a collective is a plain one: a collective lets nothing start early.
-    fn behind_collective(&self) -> Launch {
-        Launch { dependent: self.launch.dependent * i32::from(self.ranks.is_identity()), ..self.launch }
+    /// The edge to an operation behind a collective of `bytes` a rank: a plain one where the collective lets nothing
+    /// start early.
+    fn behind_collective(&self, bytes: u32) -> Launch {
+        let dependent = self.ranks.is_identity() || self.ranks.dependent(bytes as usize);
+        Launch { dependent: self.launch.dependent * i32::from(dependent), ..self.launch }
+    }
+
+    fn queue(&self) -> Queue {
+        Queue { stream: self.stream(), dependent: self.launch.dependent != 0 }
     }
 
     fn sum(&self, name: &'static str, address: u64, columns: u32) -> Result<()> {
@@ -426,7 +435,7 @@ impl Step<'_> {
         let shape = [self.plan.key.tokens as usize, columns as usize];
         // SAFETY: a segment's border: the caller's tensor, a tap or scratch, of this shape.
         let partial = unsafe { DeviceTensor::contiguous(address, DType::Bf16, &shape) };
-        self.launched("all_reduce", self.ranks.all_reduce(name, &partial, self.stream()))
+        self.launched("all_reduce", self.ranks.all_reduce(name, &partial, self.queue()))
     }
 
     /// The ranks' sum in place of `attn_out`.
@@ -454,6 +463,6 @@ impl Step<'_> {
                 DeviceTensor::contiguous(a.slices, DType::F32, &[ranks, tokens, width]),
             )
         };
-        self.launched("all_gather", self.ranks.all_gather("ffn_out", &part, &gathered, self.stream()))
+        self.launched("all_gather", self.ranks.all_gather("ffn_out", &part, &gathered, self.queue()))
     }
 }

@@ -61,6 +61,7 @@ macro_rules! params {
     (@id CombineParams) => { type_id!("msl::CombineParams") };
     (@id FfnBoundaryParams) => { type_id!("msl::FfnBoundaryParams") };
     (@id SliceSumParams) => { type_id!("msl::SliceSumParams") };
+    (@id PeerParams) => { type_id!("msl::PeerParams") };
     (@id PackDenseParams) => { type_id!("msl::PackDenseParams") };
     (@id PackRouterParams) => { type_id!("msl::PackRouterParams") };
     (@id PackExpertsParams) => { type_id!("msl::PackExpertsParams") };
@@ -276,6 +277,18 @@ params! {
         swiglu: i32,
         weight_kind: i32,
         scales_per_expert: i32,
+    }
+    /// `msl::PeerParams`.
+    struct PeerParams {
+        data: *mut c_void,
+        inboxes: [*mut u32; 8],
+        calls: *mut u32,
+        lost: *mut u32,
+        timeout_ns: u64,
+        elements: i32,
+        capacity: i32,
+        rank: i32,
+        ranks: i32,
     }
 }
 
