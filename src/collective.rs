@@ -7,14 +7,13 @@
 //! | the unpooler | the ranks' slices, gathered | FP32 `[T, 1024]` a rank | up to 8 tokens |
 //!
 //! [`DecoderLayer::forward_with`](crate::DecoderLayer::forward_with) takes a [`Collective`];
-//! [`Identity`] stands for a rank on its own, whose partials are taken for the sums. Between threads of
-//! one process there is [`threads`] (host memory, for the CPU backend and tests), between GPUs
-#![cfg_attr(feature = "nccl", doc = "[`Nccl`](crate::backend::cuda::nccl::Nccl).")]
-#![cfg_attr(not(feature = "nccl"), doc = "`Nccl` (feature `nccl`).")]
+//! [`Identity`] stands for a rank on its own, whose partials are taken for the sums. Between threads of one process
+//! there is [`threads`] (host memory, for the CPU backend and tests); between GPUs `backend::cuda::nccl::Nccl`
+//! (feature `nccl`) and, for a few tokens, `backend::cuda::peers::Peers` (feature `cuda`).
 //!
 //! # Order
 //!
-//! Every rank gets the same bits, and the same inputs give the same bits again. [`threads`] adds in FP32 in the
+//! Every rank gets the same bits, and the same inputs give the same bits again. [`threads`] and `Peers` add in FP32 in the
 //! order of the ranks. NCCL's order is a function of the communicator and of the message's size: it may differ from
 //! row to row of a step and from step size to step size, and partial sums are rounded to BF16 on the way.
 
