@@ -349,6 +349,19 @@ fn gathered_slices_are_the_branch(#[values(1, 3, 5, 8)] tokens: usize, #[values(
     }
 }
 
+/// Where the threads of a test's ranks wait for each other; one that panicked is not waited for for ever.
+pub struct Meeting(Vec<ThreadRank>);
+
+impl Meeting {
+    pub fn new(ranks: usize) -> Meeting {
+        Meeting(collective::threads(ranks, Duration::from_secs(30)))
+    }
+
+    pub fn wait(&self, rank: usize) {
+        self.0[rank].all_reduce_host("a meeting", &mut []).expect("every rank");
+    }
+}
+
 /// A thread for each of `ranks`, which hands its rank to `work`.
 pub fn each_rank<C: Collective, T: Send>(ranks: Vec<C>, work: impl Fn(C) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
@@ -379,6 +392,7 @@ pub fn over_two_ranks<C: Collective>(
     dependent_launch: bool,
 ) {
     let steps = pair.steps(spec, 91);
+    let meeting = Meeting::new(ranks.len());
     let runs = each_rank(ranks, |ranks| {
         let (rank, device) = (ranks.rank(), &devices[ranks.rank()]);
         let (layer, step) = (&pair.cuda[rank], &steps[rank]);
@@ -396,6 +410,7 @@ pub fn over_two_ranks<C: Collective>(
         for run in 0..6 {
             on.overwrite(step);
             workspace.poison(device).expect("poison");
+            meeting.wait(rank);
             if run % 2 == 0 {
                 layer
                     .forward_with(&plan, &mut workspace, &on.input, &on.output, own.stream(), &ranks)

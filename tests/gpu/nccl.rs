@@ -2,9 +2,9 @@
 //! Tests say that they are skipped where NCCL's library or the second GPU is missing. With `NCCL_NVLS_ENABLE=0`.
 
 use crate::collective::{
-    each_rank, key, medians, of_tokens, output, over_two_ranks, same_bits_as_forward, Alone, Pair, PAIR,
+    each_rank, key, medians, of_tokens, output, over_two_ranks, same_bits_as_forward, Alone, Meeting, Pair, PAIR,
 };
-use crate::harness::{gpu, spec, DeviceStep};
+use crate::harness::{gpu, spec, DeviceStep, Gpu};
 use muse_spark_layer::backend::cpu::StepOutput;
 use muse_spark_layer::backend::cuda::graph::{L2Flush, OwnedStream};
 use muse_spark_layer::backend::cuda::nccl::{self, Nccl, NcclId};
@@ -17,7 +17,7 @@ use muse_spark_layer::{
 };
 use rstest::rstest;
 use std::io::Write;
-use std::sync::{Barrier, Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 const WAIT: Duration = Duration::from_secs(20);
@@ -130,7 +130,9 @@ fn host_time_of_a_call() {
 }
 
 /// Two GPUs, one test at a time; `None`, and a line, where there are fewer.
-pub fn two_gpus(test: &str) -> Option<MutexGuard<'static, Pair>> {
+pub fn two_gpus(test: &str) -> Option<(MutexGuard<'static, Gpu>, MutexGuard<'static, Pair>)> {
+    // Tests of the first GPU do not run beside these.
+    let first = gpu(test)?;
     static TWO: OnceLock<Result<Mutex<Pair>, String>> = OnceLock::new();
     let two = TWO.get_or_init(|| {
         let found = Device::count().map_err(|e| e.to_string())?;
@@ -141,7 +143,7 @@ pub fn two_gpus(test: &str) -> Option<MutexGuard<'static, Pair>> {
         Ok(Mutex::new(Pair::new(&LayerConfig::muse_spark_tp8(), [0, 1], 23)))
     });
     match two {
-        Ok(pair) => Some(pair.lock().unwrap_or_else(|e| e.into_inner())),
+        Ok(pair) => Some((first, pair.lock().unwrap_or_else(|e| e.into_inner()))),
         Err(why) => {
             skipped(test, why);
             None
@@ -164,7 +166,7 @@ fn two_ranks_are_the_reference(
     #[values(1, 8, 64, 512)] tokens: usize,
     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
 ) {
-    let Some(pair) = two_gpus("nccl::two_ranks_are_the_reference") else { return };
+    let Some((_gpu, pair)) = two_gpus("nccl::two_ranks_are_the_reference") else { return };
     let ranks = Nccl::all(&devices(), WAIT).expect("the communicators");
     over_two_ranks(&pair, &devices(), ranks, &of_tokens(tokens, kind), true);
 }
@@ -173,7 +175,7 @@ fn two_ranks_are_the_reference(
 /// the layer before it left (four layers on, tokens whose experts are near ties go ways of their own).
 #[rstest]
 fn two_ranks_of_a_stack(#[values(1, 8, 64)] tokens: usize) {
-    let Some(pair) = two_gpus("nccl::two_ranks_of_a_stack") else { return };
+    let Some((_gpu, pair)) = two_gpus("nccl::two_ranks_of_a_stack") else { return };
     const LAYERS: usize = 4;
     let spec = of_tokens(tokens, LayerKind::Full);
     let steps = pair.steps(&spec, 93);
@@ -268,10 +270,10 @@ fn normed(stream: &[f32], norm: &[f32]) -> Vec<half::bf16> {
 /// Rank 1 leaves after the set-up: rank 0's queued step does not end, and the wait says so in time.
 #[test]
 fn a_rank_lost_in_a_step_is_an_error() {
-    let Some(pair) = two_gpus("nccl::a_rank_lost_in_a_step_is_an_error") else { return };
+    let Some((_gpu, pair)) = two_gpus("nccl::a_rank_lost_in_a_step_is_an_error") else { return };
     let spec = of_tokens(1, LayerKind::Full);
     let steps = pair.steps(&spec, 94);
-    let (timeout, done) = (Duration::from_secs(2), Barrier::new(PAIR));
+    let (timeout, done) = (Duration::from_secs(2), Meeting::new(PAIR));
     on_ranks(timeout, |ranks| {
         let (rank, device) = (ranks.rank(), ranks.device());
         let (layer, step) = (&pair.cuda[rank], &steps[rank]);
@@ -282,7 +284,7 @@ fn a_rank_lost_in_a_step_is_an_error() {
         // Both ranks once, so that connections are there; then rank 0 alone.
         layer.forward_with(&plan, &mut workspace, &on.input, &on.output, own.stream(), &ranks).expect("forward_with");
         ranks.wait(own.stream()).expect("the step");
-        done.wait();
+        done.wait(rank);
         if rank == 0 {
             let began = Instant::now();
             let queued = layer.forward_with(&plan, &mut workspace, &on.input, &on.output, own.stream(), &ranks);
@@ -292,7 +294,7 @@ fn a_rank_lost_in_a_step_is_an_error() {
             let again = layer.forward_with(&plan, &mut workspace, &on.input, &on.output, own.stream(), &ranks);
             assert!(matches!(again, Err(Error::RankLost { .. })), "no way back");
         }
-        done.wait();
+        done.wait(rank);
     });
 }
 
@@ -301,14 +303,14 @@ fn a_rank_lost_in_a_step_is_an_error() {
 #[test]
 #[ignore = "a measurement"]
 fn time_of_a_layer() {
-    let Some(pair) = two_gpus("nccl::time_of_a_layer") else { return };
+    let Some((_gpu, pair)) = two_gpus("nccl::time_of_a_layer") else { return };
     println!("NCCL {}; us a layer by graph replay: NCCL, peers, alone; host us a call with NCCL, peers, alone", {
         nccl::version().expect("a version")
     });
     for tokens in [1, 2, 4, 8, 9, 16, 32, 64, 256, 512, 2048, 8192] {
         let spec = of_tokens(tokens, LayerKind::Full);
         let steps = pair.steps(&spec, 95);
-        let (together, one_by_one) = (Barrier::new(PAIR), Mutex::new(()));
+        let (together, one_by_one) = (Meeting::new(PAIR), Mutex::new(()));
         let [first, second] = [(); 2].map(|()| Nccl::all(&devices(), WAIT).expect("the communicators"));
         let peers = Peers::all(&devices(), 1 << 20, WAIT).expect("peers");
         let both: Vec<_> = first
@@ -328,7 +330,7 @@ fn time_of_a_layer() {
                     let mut workspaces = [(); 3].map(|()| layer.workspace(&plan).expect("a workspace"));
                     let own = OwnedStream::new(device).expect("a stream");
                     // It captures in the mode that forbids other threads everything.
-                    together.wait();
+                    together.wait(rank);
                     let flush = {
                         let _alone = one_by_one.lock();
                         L2Flush::new(&own).expect("a flush")
@@ -339,7 +341,7 @@ fn time_of_a_layer() {
                     for (form, workspace) in forms.into_iter().zip(&mut workspaces) {
                         let mut times = Vec::new();
                         for _ in 0..15 {
-                            together.wait();
+                            together.wait(rank);
                             let began = Instant::now();
                             layer
                                 .forward_with(&plan, workspace, input, output, own.stream(), form)
@@ -350,7 +352,7 @@ fn time_of_a_layer() {
                         times.sort_by(f64::total_cmp);
                         host.push(times[times.len() / 2]);
                     }
-                    together.wait();
+                    together.wait(rank);
                     let graphs: Vec<_> = forms
                         .into_iter()
                         .zip(&mut workspaces)
@@ -365,7 +367,7 @@ fn time_of_a_layer() {
                         .iter()
                         .map(|graph| {
                             || {
-                                together.wait();
+                                together.wait(rank);
                                 own.replay(graph).expect("replay");
                             }
                         })

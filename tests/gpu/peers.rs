@@ -1,6 +1,6 @@
 //! Ranks that write into each other's memory: on one GPU, which runs the kernels of several ranks side by side, and on two.
 
-use crate::collective::{each_rank, of_tokens, over_two_ranks, pair_on_one};
+use crate::collective::{each_rank, of_tokens, over_two_ranks, pair_on_one, Meeting};
 use crate::harness::gpu;
 use half::bf16;
 use muse_spark_layer::backend::cuda::graph::OwnedStream;
@@ -8,7 +8,6 @@ use muse_spark_layer::backend::cuda::peers::Peers;
 use muse_spark_layer::collective;
 use muse_spark_layer::{synthetic, Collective, DType, DeviceTensor, Error, LayerKind, Queue};
 use rstest::rstest;
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -28,7 +27,7 @@ fn bytes(values: &[bf16]) -> Vec<u8> {
 fn sums_are_in_the_order_of_the_ranks(#[values(2, 3, 4)] ranks: usize) {
     let Some(gpu) = gpu("peers::sums_are_in_the_order_of_the_ranks") else { return };
     let devices = vec![gpu.device.clone(); ranks];
-    let together = Barrier::new(ranks);
+    let together = Meeting::new(ranks);
     each_rank(Peers::all(&devices, 8 * 16384, WAIT).expect("peers"), |peers| {
         let own = OwnedStream::new(peers.device()).expect("a stream");
         let memory = peers.device().allocate(8 * 16384).expect("allocate");
@@ -38,13 +37,15 @@ fn sums_are_in_the_order_of_the_ranks(#[values(2, 3, 4)] ranks: usize) {
             let view = unsafe { DeviceTensor::contiguous(memory.ptr(), DType::Bf16, &[elements]) };
             memory.write(&bytes(&part(peers.rank(), call, elements))).expect("write");
             let at = Queue { stream: own.stream(), dependent: false };
+            // Nobody waits for the device while a kernel of another rank waits for this one.
+            together.wait(peers.rank());
             if call % 2 == 0 {
                 peers.all_reduce("x", &view, at).expect("all_reduce");
             } else {
                 let graph =
                     own.capture_on_thread(|stream| peers.all_reduce("x", &view, Queue { stream, dependent: false }));
                 let graph = graph.expect("a capture");
-                together.wait();
+                together.wait(peers.rank());
                 own.replay(&graph).expect("replay");
                 own.synchronize().expect("the sum");
             }
@@ -66,6 +67,7 @@ fn sums_are_in_the_order_of_the_ranks(#[values(2, 3, 4)] ranks: usize) {
 fn slices_are_gathered(#[values(2, 4)] ranks: usize, #[values(1, 3, 8)] tokens: usize) {
     let Some(gpu) = gpu("peers::slices_are_gathered") else { return };
     let devices = vec![gpu.device.clone(); ranks];
+    let together = Meeting::new(ranks);
     each_rank(Peers::all(&devices, 8 * 16384, WAIT).expect("peers"), |peers| {
         let own = OwnedStream::new(peers.device()).expect("a stream");
         let each = tokens * 4096;
@@ -79,6 +81,7 @@ fn slices_are_gathered(#[values(2, 4)] ranks: usize, #[values(1, 3, 8)] tokens: 
             let value = 16 * call + peers.rank() as u8;
             memory.write_at((peers.rank() * each) as u64, &vec![value; each]).expect("write");
             let at = Queue { stream: own.stream(), dependent: false };
+            together.wait(peers.rank());
             peers.all_gather("x", &view(peers.rank(), 1), &view(0, ranks), at).expect("all_gather");
             peers.wait(own.stream()).expect("the gather");
             let mut got = vec![0; ranks * each];
@@ -157,7 +160,7 @@ fn two_ranks_on_two_gpus(
 ) {
     use crate::nccl::{devices, two_gpus};
     use muse_spark_layer::backend::cuda::nccl::Nccl;
-    let Some(pair) = two_gpus("peers::two_ranks_on_two_gpus") else { return };
+    let Some((_gpu, pair)) = two_gpus("peers::two_ranks_on_two_gpus") else { return };
     let larger = Nccl::all(&devices(), WAIT).expect("the communicators");
     let peers = Peers::all(&devices(), 1 << 20, WAIT).expect("peers");
     let ranks = peers.into_iter().zip(larger).map(|(p, l)| p.with_larger(Box::new(l)).expect("peers")).collect();
