@@ -1,7 +1,7 @@
 //! The API's contracts on a Hopper GPU: against the CPU reference, segments, capture and replay, dependent
 //! launch, poisoned scratch, errors that leave the process usable. Says so and passes where there is no GPU.
 
-use muse_spark_layer::backend::cpu::{StepOptions, StepOutput};
+use muse_spark_layer::backend::cpu::StepOptions;
 use muse_spark_layer::backend::cuda::{Buffer, Device};
 use muse_spark_layer::step::{FinalInput, FinalOutput, MoeInput, MoeOutput};
 use muse_spark_layer::synthetic::{self, Spread, StepSpec, SyntheticStep};
@@ -50,17 +50,14 @@ fn step(gpu: &Gpu, spec: &StepSpec) -> SyntheticStep {
 fn a_step_is_the_reference_s(#[case] spec: StepSpec) {
     let Some(guard) = gpu("api") else { return };
     let gpu = &*guard;
-    let config = gpu.cuda.config().clone();
-    let weights = LayerWeights::from_host(&config, gpu.cpu.weights().tensors().view()).unwrap();
-    let reference = DecoderLayer::new(config, weights, Backend::Cpu).unwrap();
     let step = step(gpu, &spec);
     let options = StepOptions { taps: Taps::All, ..StepOptions::new(spec.kind, QueryPrecision::Fp16) };
-    let run = |layer: &DecoderLayer| -> (StepOutput, Vec<u8>) {
-        let mut cache = step.cache.clone();
-        let out = layer.forward_host(&step.input.view(), &mut cache.view(), &options).unwrap();
-        (out, cache.k)
-    };
-    let ((got, k), (want, k_want)) = (run(&gpu.cuda), run(&reference));
+    let (mut k, mut k_want) = (step.cache.clone(), step.cache.clone());
+    let got = gpu.cuda.forward_host(&step.input.view(), &mut k.view(), &options).unwrap();
+    let reference = gpu.reference.clone();
+    drop(guard);
+    let want = reference.cpu.forward(&step.input.view(), &mut k_want.view(), &options).unwrap();
+    let (k, k_want) = (k.k, k_want.k);
     let tokens = step.input.positions.len();
     let differing = k.iter().zip(&k_want).filter(|(a, b)| a != b).count();
     assert!(differing * 1000 <= tokens * 128, "{differing} cache bytes differ");

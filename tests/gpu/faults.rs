@@ -1,45 +1,11 @@
 //! What goes wrong around the layer: no memory, a context lost by this layer or by someone else, drops in any order on
 //! any thread. A lost context is a process's end, so those tests run this program again as a child.
 
-use crate::harness::{gpu, raw, spec, step_key, DeviceStep, Gpu};
+use crate::harness::{child, gpu, is_child, raw, spec, step_key, DeviceStep, Gpu};
 use crate::memory::{kernel, Scratch};
 use cudarc::driver::sys;
 use muse_spark_layer::backend::cuda::{Buffer, Device};
 use muse_spark_layer::{Backend, DType, DecoderLayer, Error, LayerKind, LayerWeights, PlanKey, Stream, Workspace};
-use std::process::Command;
-use std::time::{Duration, Instant};
-
-/// Set in a child, so that its tests do nothing when they are run by hand.
-const CHILD: &str = "MUSE_SPARK_LAYER_TEST_CHILD";
-
-/// Runs the ignored test `name` in a process of its own, which must pass, and soon.
-fn child(name: &str, variables: &[(&str, &str)]) -> String {
-    let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.args(["--exact", &format!("faults::{name}"), "--ignored", "--nocapture", "--test-threads", "1"]);
-    let mut child = command
-        .env(CHILD, "1")
-        .envs(variables.iter().copied())
-        .stdout(std::process::Stdio::piped())
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .expect("a child");
-    let began = Instant::now();
-    while child.try_wait().expect("the child").is_none() {
-        if began.elapsed() > Duration::from_secs(30) {
-            child.kill().expect("the child");
-            panic!("{name} hangs");
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let output = child.wait_with_output().expect("the child");
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && text.contains("1 passed"), "{name}: {text}");
-    text
-}
-
-fn is_child() -> bool {
-    std::env::var(CHILD).is_ok()
-}
 
 /// Allocations that cannot be had say what was wanted and what there is; the next call works, and gives the same bits.
 #[test]
@@ -131,7 +97,7 @@ fn lost<T>(result: Result<T, Error>) -> String {
 #[test]
 fn a_debugging_plan_names_the_operation_that_failed() {
     let Some(_gpu) = gpu("faults::a_debugging_plan_names_the_operation_that_failed") else { return };
-    let text = child("child_freed_stream", &[("MUSE_SPARK_LAYER_SYNC", "1")]);
+    let text = child("faults::child_freed_stream", &[("MUSE_SPARK_LAYER_SYNC", "1")]);
     for operation in ["qkv_gate", "attention", "attn_boundary"] {
         assert!(text.contains(&format!("muse-spark-layer: {operation}")), "operations are printed: {text}");
     }
@@ -171,7 +137,7 @@ fn child_freed_stream() {
 #[test]
 fn a_context_lost_by_someone_else_is_named() {
     let Some(_gpu) = gpu("faults::a_context_lost_by_someone_else_is_named") else { return };
-    child("child_trap", &[]);
+    child("faults::child_trap", &[]);
 }
 
 #[test]

@@ -11,17 +11,47 @@ use muse_spark_layer::{
 };
 use std::collections::HashMap;
 use std::io::Write;
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::ops::Deref;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
 
 use crate::memory::{Banded, Scratch, POISON};
 
+/// The layer on the CPU: what a test goes on with when it has let the GPU go.
+pub struct Reference {
+    pub config: LayerConfig,
+    pub cpu: CpuLayer<'static>,
+}
+
 /// Both backends with the same weights, and the steps run so far.
 pub struct Gpu {
-    pub config: LayerConfig,
+    pub reference: Arc<Reference>,
     pub device: Device,
-    pub cpu: CpuLayer<'static>,
     pub cuda: DecoderLayer,
-    runs: HashMap<(String, LayerKind), Run>,
+    runs: HashMap<(String, LayerKind), Arc<Run>>,
+}
+
+impl Reference {
+    /// Queries and gate by the CPU, which appends the step's keys and values to `cache`.
+    pub fn cpu_queries(
+        &self,
+        step: &SyntheticStep,
+        cache: &mut synthetic::SyntheticCache,
+        kind: LayerKind,
+        query: QueryPrecision,
+    ) -> Queries {
+        let x: Vec<f32> = step.input.attn_input.iter().map(|v| v.to_f32()).collect();
+        let qkv = cpu::qkv_gate(&self.config, self.cpu.weights(), &x);
+        cpu::qk_norm_rope_append(&self.config, &qkv, &step.input.view().batch, &mut cache.view(), kind, query, false)
+    }
+}
+
+impl Deref for Gpu {
+    type Target = Reference;
+    fn deref(&self) -> &Reference {
+        &self.reference
+    }
 }
 
 /// One step on CUDA, with what it was given, and the CPU's queries for it.
@@ -51,7 +81,8 @@ fn open() -> Option<Mutex<Gpu>> {
     let weights = LayerWeights::from_host(&config, tensors.view()).expect("weights");
     let cuda = DecoderLayer::new(config.clone(), weights, Backend::Cuda { device: 0 }).expect("the layer on the GPU");
     let cpu = CpuLayer::new(config.clone(), tensors).expect("the layer on the CPU");
-    Some(Mutex::new(Gpu { config, device, cpu, cuda, runs: HashMap::new() }))
+    let reference = Arc::new(Reference { config, cpu });
+    Some(Mutex::new(Gpu { reference, device, cuda, runs: HashMap::new() }))
 }
 
 /// A line on stderr, not by eprintln, which the test harness swallows.
@@ -78,6 +109,38 @@ pub fn asked(test: &str, variable: &str) -> bool {
         say(&format!("  {test}: skipped, {variable}=1 runs it"));
     }
     asked
+}
+
+/// Set in a child, so that its tests do nothing when they are run by hand.
+const CHILD: &str = "MUSE_SPARK_LAYER_TEST_CHILD";
+
+/// Runs the ignored test `name` in a process of its own, which must pass, and soon.
+pub fn child(name: &str, variables: &[(&str, &str)]) -> String {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads", "1"]);
+    let mut child = command
+        .env(CHILD, "1")
+        .envs(variables.iter().copied())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a child");
+    let began = Instant::now();
+    while child.try_wait().expect("the child").is_none() {
+        if began.elapsed() > Duration::from_secs(60) {
+            child.kill().expect("the child");
+            panic!("{name} hangs");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().expect("the child");
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && text.contains("1 passed"), "{name}: {text}");
+    text
+}
+
+pub fn is_child() -> bool {
+    std::env::var(CHILD).is_ok()
 }
 
 /// The step called `name`.
@@ -131,11 +194,11 @@ pub fn step_key(step: &SyntheticStep, kind: LayerKind) -> PlanKey {
 
 impl Gpu {
     /// The step `name` on CUDA with taps; run once, kept.
-    pub fn run(&mut self, name: &str, kind: LayerKind) -> Run {
+    pub fn run(&mut self, name: &str, kind: LayerKind) -> Arc<Run> {
         let key = (name.to_string(), kind);
         if !self.runs.contains_key(&key) {
             let run = self.run_step(&spec(name, kind), QueryPrecision::Fp16, 11);
-            self.runs.insert(key.clone(), run);
+            self.runs.insert(key.clone(), Arc::new(run));
         }
         self.runs[&key].clone()
     }
@@ -149,19 +212,6 @@ impl Gpu {
         let queries = self.cpu_queries(&step, &mut cpu_cache, spec.kind, query);
         let slots = step.input.cache_loc.clone();
         Run { step, output, k_cache, v_cache, queries, cpu_cache, slots }
-    }
-
-    /// Queries and gate by the CPU, which appends the step's keys and values to `cache`.
-    pub fn cpu_queries(
-        &self,
-        step: &SyntheticStep,
-        cache: &mut synthetic::SyntheticCache,
-        kind: LayerKind,
-        query: QueryPrecision,
-    ) -> Queries {
-        let x: Vec<f32> = step.input.attn_input.iter().map(|v| v.to_f32()).collect();
-        let qkv = cpu::qkv_gate(&self.config, self.cpu.weights(), &x);
-        cpu::qk_norm_rope_append(&self.config, &qkv, &step.input.view().batch, &mut cache.view(), kind, query, false)
     }
 
     /// A step in device memory of its own, on poisoned scratch and outputs, with every tap; nothing but what it

@@ -2,13 +2,14 @@
 
 use crate::harness::{assert_rows, gpu, relative_l2, spec, step_key, DeviceStep, Gpu};
 use muse_spark_layer::backend::cpu::{CpuLayer, StepOptions, StepOutput};
-use muse_spark_layer::synthetic::{self, StepSpec};
+use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
 use muse_spark_layer::weights::derived::residual_coefficients;
 use muse_spark_layer::{
     Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, NamedTensors, PlanKey, QueryPrecision, Stream, Taps,
     WeightKind,
 };
 use rstest::rstest;
+use std::sync::MutexGuard;
 
 /// `alpha1 * alpha2` of the boundaries: what the layer carries of the stream.
 pub fn carried(config: &LayerConfig, tensors: &NamedTensors) -> Vec<f32> {
@@ -54,15 +55,39 @@ pub fn distances(
     (relative_l2(&update(&got.stream), &update(&want.stream)), relative_l2(&hidden(&got.hidden), &hidden(&want.hidden)))
 }
 
-pub fn compare(gpu: &Gpu, cuda: &DecoderLayer, cpu: &CpuLayer, spec: &StepSpec, query: QueryPrecision, rank: usize) {
-    let step = synthetic::step(&gpu.config, spec, 21).expect("a step");
+/// A step on CUDA, and what it gave.
+struct Done {
+    step: SyntheticStep,
+    options: StepOptions,
+    output: StepOutput,
+}
+
+fn on_cuda(gpu: &Gpu, cuda: &DecoderLayer, spec: &StepSpec, query: QueryPrecision, rank: usize) -> Done {
+    let step = gpu.step(spec, 21);
     let options = StepOptions { taps: Taps::None, rank, ..StepOptions::new(spec.kind, query) };
-    let (mut a, mut b) = (step.cache.clone(), step.cache.clone());
-    let got = cuda.forward_host(&step.input.view(), &mut a.view(), &options).expect("forward on CUDA");
-    let want = cpu.forward(&step.input.view(), &mut b.view(), &options).expect("forward on the CPU");
-    let carried = carried(&gpu.config, cpu.weights().tensors());
-    let (update, hidden) = distances(&gpu.config, &carried, &step.input.stream, &got, &want);
+    let mut cache = step.cache.clone();
+    let output = cuda.forward_host(&step.input.view(), &mut cache.view(), &options).expect("forward on CUDA");
+    Done { step, options, output }
+}
+
+fn follow(cpu: &CpuLayer, done: &Done) {
+    let (config, mut cache) = (cpu.config(), done.step.cache.clone());
+    let input = &done.step.input;
+    let want = cpu.forward(&input.view(), &mut cache.view(), &done.options).expect("forward on the CPU");
+    let carried = carried(config, cpu.weights().tensors());
+    let (update, hidden) = distances(config, &carried, &input.stream, &done.output, &want);
     assert!(update < 0.01 && hidden < 0.01, "update {update:.4}, hidden {hidden:.4}");
+}
+
+pub fn compare(gpu: &Gpu, cuda: &DecoderLayer, cpu: &CpuLayer, spec: &StepSpec, query: QueryPrecision, rank: usize) {
+    follow(cpu, &on_cuda(gpu, cuda, spec, query, rank));
+}
+
+/// The step on both backends; the GPU is the next test's while the CPU computes.
+fn both(gpu: MutexGuard<Gpu>, spec: &StepSpec, query: QueryPrecision, rank: usize) {
+    let (done, reference) = (on_cuda(&gpu, &gpu.cuda, spec, query, rank), gpu.reference.clone());
+    drop(gpu);
+    follow(&reference.cpu, &done);
 }
 
 #[rstest]
@@ -73,7 +98,7 @@ fn whole(
     #[values(QueryPrecision::Fp16, QueryPrecision::E4m3)] query: QueryPrecision,
 ) {
     let Some(gpu) = gpu("layer::whole") else { return };
-    compare(&gpu, &gpu.cuda, &gpu.cpu, &spec(name, kind), query, 0);
+    both(gpu, &spec(name, kind), query, 0);
 }
 
 /// Ranges of experts that begin anywhere and wrap at 256, and another rank's slice of the unpooler.
@@ -84,7 +109,7 @@ fn range_and_rank(
 ) {
     let Some(gpu) = gpu("layer::range_and_rank") else { return };
     let spec = StepSpec { local_start, ..spec(name, LayerKind::Full) };
-    compare(&gpu, &gpu.cuda, &gpu.cpu, &spec, QueryPrecision::Fp16, (local_start / 32) as usize);
+    both(gpu, &spec, QueryPrecision::Fp16, (local_start / 32) as usize);
 }
 
 /// Gates at the clamp, norm weights far from 1, branches as small as the epsilons, subnormal block scales.

@@ -2,7 +2,7 @@
 //! of its tokens, each from the GPU's own previous result (a token's attention from the GPU's own cache). Cases whose
 //! inputs alone take seconds to make wait for MUSE_SPARK_LAYER_LONG=1.
 
-use crate::harness::{asked, gpu, step_key, Gpu, Run};
+use crate::harness::{asked, gpu, step_key, Reference, Run};
 use crate::operations::CHECKS;
 use muse_spark_layer::backend::cpu::{StepOutput, TapValues};
 use muse_spark_layer::routing::busiest_start;
@@ -56,7 +56,7 @@ fn spec(name: &str, kind: LayerKind) -> StepSpec {
 
 /// Tokens `of` of a run, each as a request of its own.
 fn sample(
-    gpu: &Gpu,
+    gpu: &Reference,
     step: &SyntheticStep,
     output: &StepOutput,
     caches: [Vec<u8>; 2],
@@ -130,10 +130,14 @@ fn check(test: &str, name: &str, kind: LayerKind) {
         // The first and last rows of the first and last tiles, and some between.
         _ => (0..SAMPLE).map(|i| i * (tokens - 1) / (SAMPLE - 1)).collect(),
     };
-    let run = sample(&gpu, &step, &output, on.caches(), &of, kind);
+    let (caches, reference) = (on.caches(), gpu.reference.clone());
+    drop((on, scratch));
+    // The GPU is the next test's while the CPU computes.
+    drop(gpu);
+    let run = sample(&reference, &step, &output, caches, &of, kind);
     assert_eq!(run.step.cache.k.len() % ROW, 0);
     for (operation, check) in CHECKS {
-        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(&gpu, &run, kind))).is_err() {
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(&reference, &run, kind))).is_err() {
             panic!("{name}, {kind}: {operation}");
         }
     }

@@ -1,7 +1,7 @@
 //! Each operation against the CPU's, computed from the GPU's own previous result, so that a fault shows at
 //! the operation that has it. Bounds are what the operation's own roundings amount to.
 
-use crate::harness::{assert_rows, gpu, relative_l2, spec, step_key, DeviceStep, Gpu, Run};
+use crate::harness::{assert_rows, gpu, relative_l2, spec, step_key, DeviceStep, Reference, Run};
 use crate::memory::Scratch;
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, attn_boundary as cpu_attn_boundary, AttnBoundary, TapValues};
@@ -23,7 +23,7 @@ fn set(slots: &[i64]) -> HashSet<i64> {
     slots.iter().copied().collect()
 }
 
-type Check = fn(&Gpu, &Run, LayerKind);
+type Check = fn(&Reference, &Run, LayerKind);
 
 /// A check of each operation on a run.
 pub const CHECKS: [(&str, Check); 10] = [
@@ -56,8 +56,10 @@ macro_rules! tests {
                 ) {
                     let test = concat!("operations::", stringify!($name));
                     let Some(mut guard) = gpu(test) else { return };
-                    let run = guard.run(step, kind);
-                    super::$name(&guard, &run, kind);
+                    let (run, reference) = (guard.run(step, kind), guard.reference.clone());
+                    // The GPU is the next test's while the CPU computes.
+                    drop(guard);
+                    super::$name(&reference, &run, kind);
                 }
             )*
         }
@@ -68,7 +70,7 @@ tests! { append, attention, o, attn_boundary, router, router_topk, pooler, exper
 
 /// qkv_gate and qk_norm_rope_append by what they store: the step's rows hold the reference's entries but
 /// for roundings of ties, and no other row changed.
-pub fn append(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn append(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let before = &run.step.cache;
     for (name, got, want, old) in
         [("k_cache", &run.k_cache, &run.cpu_cache.k, &before.k), ("v_cache", &run.v_cache, &run.cpu_cache.v, &before.v)]
@@ -94,7 +96,7 @@ pub fn append(gpu: &Gpu, run: &Run, _kind: LayerKind) {
 }
 
 /// attention, from the GPU's own cache entries.
-pub fn attention(gpu: &Gpu, run: &Run, kind: LayerKind) {
+pub fn attention(gpu: &Reference, run: &Run, kind: LayerKind) {
     let mut cache = run.cpu_cache.clone();
     cache.k.clone_from(&run.k_cache);
     cache.v.clone_from(&run.v_cache);
@@ -105,14 +107,14 @@ pub fn attention(gpu: &Gpu, run: &Run, kind: LayerKind) {
 }
 
 /// out_norm_gate and o.
-pub fn o(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn o(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let gated = cpu::out_norm_gate(&gpu.config, &taps(run).attn_core, &run.queries.gate);
     let want = cpu::o(&gpu.config, gpu.cpu.weights(), &gated);
     assert_rows("attn_out", &taps(run).attn_out, &want, gpu.config.hidden, 3.2e-3);
 }
 
 /// attn_boundary: FP32 in and out.
-pub fn attn_boundary(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn attn_boundary(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let t = taps(run);
     let AttnBoundary { stream_after_attn, ffn_input } =
         cpu_attn_boundary(&gpu.config, gpu.cpu.weights(), &run.step.input.stream, &t.attn_out);
@@ -121,7 +123,7 @@ pub fn attn_boundary(gpu: &Gpu, run: &Run, _kind: LayerKind) {
 }
 
 /// router: FP32-grade logits.
-pub fn router(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn router(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let want = cpu::router(&gpu.config, gpu.cpu.weights(), &taps(run).ffn_input);
     let want: Vec<f32> = want.iter().map(|v| *v as f32).collect();
     assert_rows("router_logits", &taps(run).router_logits, &want, gpu.config.n_experts, 1e-5);
@@ -129,7 +131,7 @@ pub fn router(gpu: &Gpu, run: &Run, _kind: LayerKind) {
 
 /// router_topk: from the GPU's own logits; another order or expert only between scores that are equal in
 /// FP32 to a few units of the last place.
-pub fn router_topk(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn router_topk(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let (config, t) = (&gpu.config, taps(run));
     let logits: Vec<f64> = t.router_logits.iter().map(|v| f64::from(*v)).collect();
     let want = cpu::router_topk(config, gpu.cpu.weights(), &logits);
@@ -150,14 +152,14 @@ pub fn router_topk(gpu: &Gpu, run: &Run, _kind: LayerKind) {
 }
 
 /// pooler and pre_expert_norm, from the BF16 plane that the pooler reads.
-pub fn pooler(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn pooler(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let pooled = cpu::pooler(&gpu.config, gpu.cpu.weights(), &rounded(&taps(run).ffn_input));
     let want = cpu::pre_expert_norm(&gpu.config, gpu.cpu.weights(), &pooled);
     assert_rows("expert_input", &taps(run).expert_input, &want, gpu.config.expert_dim, 5e-5);
 }
 
 /// w13, w2 and combine, from the BF16 rows that w13 reads.
-pub fn experts(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn experts(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let (config, weights, t) = (&gpu.config, gpu.cpu.weights(), taps(run));
     let tokens = run.step.input.positions.len();
     let lists = ExpertLists::new(config, &t.topk_ids, run.step.input.local_start, tokens);
@@ -180,13 +182,13 @@ fn experts_of_few_tokens(#[values(2, 4, 5, 6, 7, 10, 12, 16)] tokens: usize) {
 }
 
 /// unpooler: the slice at up to 8 tokens, zeros beside it.
-pub fn unpooler(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn unpooler(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let want = cpu::unpooler(&gpu.config, gpu.cpu.weights(), &taps(run).moe_mix, 0);
     assert_rows("ffn_out", &taps(run).ffn_out, &want, gpu.config.hidden, 2.5e-3);
 }
 
 /// ffn_boundary.
-pub fn ffn_boundary(gpu: &Gpu, run: &Run, _kind: LayerKind) {
+pub fn ffn_boundary(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let t = taps(run);
     let want = gpu.cpu.ffn_segment(&t.stream_after_attn, &t.ffn_out).expect("the boundary");
     assert_rows("stream", &run.output.stream, &want.stream, gpu.config.hidden, 1e-6);

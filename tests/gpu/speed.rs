@@ -4,7 +4,7 @@
 use crate::capture::captured;
 use crate::harness::{asked, gpu, step_key, DeviceStep, Gpu};
 use crate::memory::Scratch;
-use muse_spark_layer::backend::cuda::graph::{Event, OwnedStream};
+use muse_spark_layer::backend::cuda::graph::{Event, L2Flush, OwnedStream};
 use muse_spark_layer::synthetic::{StepSpec, SyntheticStep};
 use muse_spark_layer::{LayerKind, PlanKey};
 use std::cell::RefCell;
@@ -23,7 +23,10 @@ fn operations(gpu: &Gpu, step: &SyntheticStep, kind: LayerKind, of: &[&str]) -> 
     let plan = gpu.plan(PlanKey { dependent_launch: false, ..step_key(step, kind) });
     let (on, mut scratch) = (DeviceStep::new(gpu, step), Scratch::new(gpu, &plan));
     let own = OwnedStream::new(&gpu.device).expect("a stream");
+    let flush = L2Flush::new(&own).expect("a flush");
     let times = (0..12).map(|_| {
+        // Runs for longer than the host takes to queue the step behind it.
+        flush.queue(&own).expect("a flush");
         let events = RefCell::new(Vec::new());
         let begin = Event::new(&gpu.device).expect("an event");
         own.record(&begin).expect("record");
@@ -55,7 +58,9 @@ fn replayed(gpu: &Gpu, captured_on: &SyntheticStep, step: &SyntheticStep, kind: 
     let graph = captured(gpu, &own, plan, &scratch, &on);
     on.overwrite(step);
     let events = [(); 2].map(|_| Event::new(&gpu.device).expect("an event"));
+    let flush = L2Flush::new(&own).expect("a flush");
     let times = (0..30).map(|_| {
+        flush.queue(&own).expect("a flush");
         own.record(&events[0]).expect("record");
         own.replay(&graph).expect("replay");
         own.record(&events[1]).expect("record");
@@ -64,7 +69,8 @@ fn replayed(gpu: &Gpu, captured_on: &SyntheticStep, step: &SyntheticStep, kind: 
     median(times.collect())
 }
 
-/// One long request's verify block is split like its decode step.
+/// One long request's verify block is split like its decode step: unsplit it would take some sixty times as long. Its
+/// products are 64 rows wide and cost time of their own, so the bound is not 1.
 #[test]
 fn verify_attention_is_split_as_decode_is() {
     if !asked("speed::verify_attention_is_split_as_decode_is", ASK) {
@@ -77,7 +83,7 @@ fn verify_attention_is_split_as_decode_is() {
     };
     let (decode, verify) = (time(1), time(8));
     println!("attention at 128k: decode {decode:.1} us, verify {verify:.1} us");
-    assert!(verify <= 1.3 * decode, "verify {verify:.1} us, decode {decode:.1} us");
+    assert!(verify <= 2.2 * decode, "verify {verify:.1} us, decode {decode:.1} us");
 }
 
 /// Page size 1 costs at most 12% over 64, on 134 MB of cache.
