@@ -2,7 +2,7 @@
 //! far positions, long lengths, large pools, shared pages, verify blocks at edges, rejected drafts. What may be
 //! compared bit for bit is: a row's bits depend on its own request and the plan only.
 
-use crate::harness::{assert_rows, gpu, spec, DeviceStep, Gpu};
+use crate::harness::{assert_rows, gpu, spec, DeviceStep, Gpu, Reference};
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, StepInput, StepOptions, StepOutput, TapValues};
 use muse_spark_layer::backend::cuda::Buffer;
@@ -262,7 +262,7 @@ fn far_positions(#[values("decode-8", "verify-3", "prefill-65")] name: &str) {
 }
 
 /// Attention by the reference over the cache that the GPU left; `step` gets the reference's own entries.
-fn cpu_core(gpu: &Gpu, step: &mut SyntheticStep, kind: LayerKind, done: &Done) -> Vec<f32> {
+fn cpu_core(gpu: &Reference, step: &mut SyntheticStep, kind: LayerKind, done: &Done) -> Vec<f32> {
     let x: Vec<f32> = step.input.attn_input.iter().map(|v| v.to_f32()).collect();
     let qkv = cpu::qkv_gate(&gpu.config, gpu.cpu.weights(), &x);
     let batch = step.input.view().batch;
@@ -290,10 +290,13 @@ fn a_million_tokens(#[case] page_size: usize, #[case] q_len: usize) {
     let Some(gpu) = gpu("batch::a_million_tokens") else { return };
     let spec = StepSpec { page_size, ..StepSpec::new(1, q_len, 1_048_575 - q_len, LayerKind::Full) };
     let mut step = synthetic::step(&gpu.config, &spec, 88).expect("a step");
-    for kind in [LayerKind::Full, LayerKind::Sliding] {
-        let got = run(&gpu, &step, kind);
-        let want = cpu_core(&gpu, &mut step, kind, &got);
-        assert_rows("attn_core", &got.taps().attn_core, &want, gpu.config.head_dim, 6e-3);
+    let got = [LayerKind::Full, LayerKind::Sliding].map(|kind| (kind, run(&gpu, &step, kind)));
+    let reference = gpu.reference.clone();
+    // The GPU is the next test's while the CPU computes.
+    drop(gpu);
+    for (kind, got) in got {
+        let want = cpu_core(&reference, &mut step, kind, &got);
+        assert_rows("attn_core", &got.taps().attn_core, &want, reference.config.head_dim, 6e-3);
     }
 }
 
