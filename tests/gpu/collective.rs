@@ -428,6 +428,7 @@ pub fn over_two_ranks<C: Collective>(
 }
 
 /// Medians, in microseconds, of replays of `graphs` in turn, each behind an emptied L2 cache.
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
 pub fn medians(own: &OwnedStream, flush: &L2Flush, graphs: &[impl Fn()], reps: usize) -> Vec<f64> {
     let device = own.device();
     let (begin, end) = (Event::new(device).expect("an event"), Event::new(device).expect("an event"));
