@@ -34,7 +34,7 @@ impl Checkpoint {
     /// Loads rank `rank`'s part of `layers` (of `ranks` ranks) to a backend, in parallel, a few layers at a
     /// time, and gives them in order.
     ///
-    /// On CUDA matrices go from the map through pinned memory, 72 MiB however many layers and loads
+    /// On CUDA matrices go from the map through pinned memory, 72 MiB a device however many layers and loads
     /// there are, and are packed on the device; the host holds nothing else of them. (The map's own pages are the
     /// system's to keep or drop.) On the CPU a layer is copied.
     ///
