@@ -227,6 +227,16 @@ __device__ __forceinline__ void fence_fragments(uint32_t (&a)[2][4]) {
     asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
 }
 
+// Every width that a configuration asks for is one that consume() has.
+template <class C>
+constexpr bool widths_are_there() {
+#define MSL_WIDTH(N) || C::width(tokens) == N
+  for (int tokens = 1; tokens <= C::kMaxN; tokens++)
+    if (!(false MSL_WIDTHS(MSL_WIDTH))) return false;
+#undef MSL_WIDTH
+  return true;
+}
+
 // acc = this warpgroup's row tile x the item's tokens.
 template <class C, int kKind, int N>
 __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tiles, float (&acc)[N / 2]) {
@@ -255,41 +265,80 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
 #pragma unroll
   for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
   wgmma_fence_operand(acc);
-  int previous = -1;
   wait_at(at.full + at.slot * 8, at.phase);
   fetch(0);
+  if constexpr (!C::kDrain) {
+    int previous = -1;
 #pragma unroll 1
-  for (int t = 0; t < stages; t++) {
+    for (int t = 0; t < stages; t++) {
 #pragma unroll
-    for (int j = 0; j < kTiles; j++) {
+      for (int j = 0; j < kTiles; j++) {
 #pragma unroll
-      for (int pair = 0; pair < 2; pair++) {
-        fragment.expand(pair, a[pair]);
-        fence_fragments(a[pair]);
-        wgmma_fence();
-        wgmma_add<N>(acc, a[pair][0], tokens + 4 * pair);
-        wgmma_add<N>(acc, a[pair][1], tokens + 4 * pair + 2);
-        wgmma_commit();
-        if (pair == 1) {  // the next tile's codes arrive while these products run
-          if (j + 1 < kTiles) {
-            fetch(j + 1);
-          } else {
-            previous = at.slot;
-            at.advance();
-            if (t + 1 < stages) {
-              wait_at(at.full + at.slot * 8, at.phase);
-              fetch(0);
+        for (int pair = 0; pair < 2; pair++) {
+          fragment.expand(pair, a[pair]);
+          fence_fragments(a[pair]);
+          wgmma_fence();
+          wgmma_add<N>(acc, a[pair][0], tokens + 4 * pair);
+          wgmma_add<N>(acc, a[pair][1], tokens + 4 * pair + 2);
+          wgmma_commit();
+          if (pair == 1) {  // the next tile's codes arrive while these products run
+            if (j + 1 < kTiles) {
+              fetch(j + 1);
+            } else {
+              previous = at.slot;
+              at.advance();
+              if (t + 1 < stages) {
+                wait_at(at.full + at.slot * 8, at.phase);
+                fetch(0);
+              }
             }
           }
+          wgmma_wait<1>();  // all but this pair's products are done
+          if (j == 0 && pair == 0 && t > 0) release(at.empty, previous);
         }
-        wgmma_wait<1>();  // all but this pair's products are done
-        if (j == 0 && pair == 0 && t > 0) release(at.empty, previous);
+      }
+    }
+    wgmma_wait<0>();
+    release(at.empty, previous);
+  } else {  // the same, half a tile further and with nothing in flight from one turn to the next (config)
+    fragment.expand(0, a[0]);
+#pragma unroll 1
+    for (int t = 0; t < stages; t++) {
+#pragma unroll
+      for (int j = 0; j < kTiles; j++) {
+        fence_fragments(a[0]);
+        wgmma_fence();
+        wgmma_add<N>(acc, a[0][0], tokens);
+        wgmma_add<N>(acc, a[0][1], tokens + 2);
+        wgmma_commit();
+        wgmma_wait<1>();  // the other set is free
+        fragment.expand(1, a[1]);
+        fence_fragments(a[1]);
+        wgmma_fence();
+        wgmma_add<N>(acc, a[1][0], tokens + 4);
+        wgmma_add<N>(acc, a[1][1], tokens + 6);
+        wgmma_commit();
+        if (j + 1 < kTiles) {  // the next tile is loaded and half expanded while these products run
+          fetch(j + 1);
+          wgmma_wait<1>();
+          fragment.expand(0, a[0]);
+        } else {
+          const int left = at.slot;
+          at.advance();
+          if (t + 1 < stages) {
+            wait_at(at.full + at.slot * 8, at.phase);
+            fetch(0);
+            wgmma_wait<1>();
+            fragment.expand(0, a[0]);
+            fence_fragments(a[0]);
+          }
+          wgmma_wait<0>();
+          release(at.empty, left);
+        }
       }
     }
   }
-  wgmma_wait<0>();
   wgmma_fence_operand(acc);
-  release(at.empty, previous);
 }
 
 template <class C, int kKind, int N>
@@ -311,19 +360,17 @@ __device__ __forceinline__ void consume_item(const GemmArgs& a, Place<C>& at, co
 
 template <class C, int kKind>
 __device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
+  static_assert(widths_are_there<C>());
   const int row_group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   Place<C> at(s, ring);
   int i = 0;
   for (int n = blockIdx.x; n < s.items; n += static_cast<int>(gridDim.x)) {
     const Item item = decode_item<C>(s, n, i, a);
-#define MSL_WIDTH(N)                                                                                          \
-  case N:                                                                                                     \
-    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, at, item, row_group);       \
+#define MSL_WIDTH(N)                                                                                    \
+  case N:                                                                                               \
+    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, at, item, row_group); \
     break;
-    switch (C::width(item.tokens)) {
-      MSL_WIDTH(8) MSL_WIDTH(16) MSL_WIDTH(24) MSL_WIDTH(32) MSL_WIDTH(40) MSL_WIDTH(48) MSL_WIDTH(56) MSL_WIDTH(64)
-      MSL_WIDTH(80) MSL_WIDTH(96) MSL_WIDTH(112) MSL_WIDTH(128) MSL_WIDTH(160) MSL_WIDTH(192) MSL_WIDTH(224) MSL_WIDTH(256)
-    }
+    switch (C::width(item.tokens)) { MSL_WIDTHS(MSL_WIDTH) }
 #undef MSL_WIDTH
   }
 }

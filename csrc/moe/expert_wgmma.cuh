@@ -102,5 +102,9 @@ MSL_WGMMA(256, 32, 128, 129, 130, 131, 132)
 #undef MSL_WGMMA
 #undef MSL_D
 
+// X(N) for every one of them.
+#define MSL_WIDTHS(X) \
+  X(8) X(16) X(24) X(32) X(40) X(48) X(56) X(64) X(80) X(96) X(112) X(128) X(160) X(192) X(224) X(256)
+
 }  // namespace expert
 }  // namespace msl

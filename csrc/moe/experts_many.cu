@@ -1,27 +1,35 @@
-// The expert kernels of wgmma. `Tall` (decode, verify, short prefill): four consumer warpgroups, 256 weight rows a unit x up
-// to 64 tokens; as many warps as registers allow, because expanding the weights is what limits it. `Wide` (prefill, and
-// BF16 weights): two warpgroups with most of the registers, 128 rows x up to 256 tokens, so that each expanded weight
-// serves as many tokens as can be.
+// The expert kernels of wgmma. Tall blocks (four consumer warpgroups, 256 weight rows a unit): as many warps as registers
+// allow, because what limits them is expanding the weights and waiting for short products. `Wide` (long prefill,
+// and BF16 weights): two warpgroups with most of the registers, 128 rows x up to 256 tokens, so that each
+// expanded weight serves as many tokens as can be. All give the same bits.
 #include "expert_gemm.cuh"
 
 namespace msl {
 namespace expert {
+using Tall32 = GemmConfig<4, 32>;
+using Tall64 = GemmConfig<4, 64>;
+using Tall128 = GemmConfig<4, 128>;
 using Wide = GemmConfig<2, 256>;
-using Tall = GemmConfig<4, 64>;
-using TallFew = GemmConfig<4, 32>;  // the same for finer widths
+
+// Tokens of a step up to which a tall kernel serves it. An expert with more than its chunk takes several units: chunks of
+// 64 expand more than chunks of 128, but few large units fill waves badly.
+constexpr int kTall64Tokens = 256;
 
 int box_tiles(Shape shape, int weight_kind) {
-  return shape == Shape::kTall ? Tall::stage_tiles(8, weight_kind) : Wide::stage_tiles(8, weight_kind);
+  return shape == Shape::kTall ? Tall128::stage_tiles(8, weight_kind) : Wide::stage_tiles(8, weight_kind);
 }
 int launch_tall(const GemmArgs& a, const Launch& l) {
-  return a.p.max_routes_per_expert <= TallFew::kMaxN ? launch_config<TallFew, 0>(a, l) : launch_config<Tall, 0>(a, l);
+  const int tokens = a.p.max_routes_per_expert;
+  if (tokens <= Tall32::kMaxN) return launch_config<Tall32, 0>(a, l);
+  return tokens <= kTall64Tokens ? launch_config<Tall64, 0>(a, l) : launch_config<Tall128, 0>(a, l);
 }
 int launch_wide(const GemmArgs& a, const Launch& l) {
   return a.p.weight_kind == 0 ? launch_config<Wide, 0>(a, l) : launch_config<Wide, 1>(a, l);
 }
 int prepare_many() {
-  int error = prepare_config<TallFew, 0>();
-  if (!error) error = prepare_config<Tall, 0>();
+  int error = prepare_config<Tall32, 0>();
+  if (!error) error = prepare_config<Tall64, 0>();
+  if (!error) error = prepare_config<Tall128, 0>();
   if (!error) error = prepare_config<Wide, 0>();
   if (!error) error = prepare_config<Wide, 1>();
   return error;
