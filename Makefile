@@ -6,6 +6,7 @@
 #   make test      every test, built with CUDA and NCCL; those that need a GPU say so and skip where there is none
 #   make lint fmt doc bench bring
 #
+#   FA3=1          with FlashAttention-3 as a second attention engine (feature fa3): minutes more to compile
 #   CUDA=0         the CPU-only form of run, test, lint and doc: no toolkit, quick
 #   ARGS="..."     further arguments of run, test and bench
 
@@ -20,7 +21,9 @@ ifeq ($(origin CUDA),undefined)
 CUDA := 1
 run: CUDA := $(if $(filter-out 0,$(HOPPER)),1,0)
 endif
-FEATURES = $(if $(filter-out 0,$(CUDA)),--features nccl)
+FA3 ?= 0
+FEATURES = $(if $(filter-out 0,$(CUDA)),--features nccl$(if $(filter-out 0,$(FA3)),$(COMMA)fa3))
+COMMA := ,
 
 # Cargo shows nothing of a running build script; ours writes a line for each finished step to descriptor 9.
 SHOW_PROGRESS = exec 9>&2; export MUSE_SPARK_PROGRESS=1;
@@ -54,3 +57,4 @@ bring:
 
 bring-for-cuda:
 	@$(if $(FEATURES),$(PYTHON) third_party/bring.py)
+	@$(if $(filter-out 0,$(CUDA)),$(if $(filter-out 0,$(FA3)),$(PYTHON) third_party/bring.py fa3))

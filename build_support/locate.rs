@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use super::missing::{Missing, Place};
 
 /// The environment variables that can change what is found; a change of one reruns the build script.
-pub const VARIABLES: [&str; 4] = ["MUSE_SPARK_CUDA_ROOT", "MUSE_SPARK_CUTLASS_DIR", "CUDA_HOME", "CUDA_PATH"];
+pub const VARIABLES: [&str; 5] =
+    ["MUSE_SPARK_CUDA_ROOT", "MUSE_SPARK_CUTLASS_DIR", "MUSE_SPARK_FA3_DIR", "CUDA_HOME", "CUDA_PATH"];
 
 /// The oldest toolkit accepted, as `CUDART_VERSION` has it: 13.0. (third_party/bring.py has it too.)
 pub const REQUIRED_CUDART: u32 = 13_000;
@@ -71,6 +72,8 @@ pub struct Toolkit {
 pub struct Pieces {
     pub toolkit: Toolkit,
     pub cutlass: PathBuf,
+    /// FlashAttention-3's sources, with the feature `fa3`.
+    pub fa3: Option<PathBuf>,
     pub cmake: PathBuf,
     pub ninja: PathBuf,
     /// ccache or sccache; the build works without.
@@ -78,10 +81,11 @@ pub struct Pieces {
 }
 
 /// Finds all pieces, or names the first that is missing.
-pub fn pieces(environment: &Environment) -> Result<Pieces, Missing> {
+pub fn pieces(environment: &Environment, with_fa3: bool) -> Result<Pieces, Missing> {
     Ok(Pieces {
         toolkit: toolkit(environment)?,
         cutlass: cutlass(environment)?,
+        fa3: if with_fa3 { Some(fa3(environment)?) } else { None },
         // The wheel's `bin/cmake` is a Python script that needs its own module path: take the program.
         cmake: tool(environment, "cmake", "cmake/data/bin/cmake")?,
         ninja: tool(environment, "ninja", "bin/ninja")?,
@@ -169,6 +173,29 @@ pub fn cutlass(environment: &Environment) -> Result<PathBuf, Missing> {
         what: format!("the CUTLASS headers, {}.{} or newer", REQUIRED_CUTLASS.0, REQUIRED_CUTLASS.1),
         places,
         command: "python3 third_party/bring.py   (or set MUSE_SPARK_CUTLASS_DIR to a checkout)".to_string(),
+    })
+}
+
+/// FlashAttention-3's C++ sources: `MUSE_SPARK_FA3_DIR` (a flash-attention checkout, or its `hopper` folder)
+/// alone when it is set, else those in third_party/.local.
+pub fn fa3(environment: &Environment) -> Result<PathBuf, Missing> {
+    let candidates = match environment.variable("MUSE_SPARK_FA3_DIR") {
+        Some(root) => vec![("MUSE_SPARK_FA3_DIR", root.join("hopper")), ("MUSE_SPARK_FA3_DIR", root.to_path_buf())],
+        None => vec![("brought as sources", environment.local("fa3/hopper"))],
+    };
+    const NEEDED: [&str; 2] = ["flash_fwd_kernel_sm90.h", "flash_prepare_scheduler.cu"];
+    let mut places = Vec::new();
+    for (origin, path) in candidates {
+        match NEEDED.iter().find(|file| !path.join(file).is_file()) {
+            None => return Ok(path),
+            Some(file) => places.push(Place { origin: origin.to_string(), path, reason: format!("has no {file}") }),
+        }
+    }
+    Err(Missing {
+        what: "the FlashAttention-3 sources, for the feature `fa3`".to_string(),
+        places,
+        command: "python3 third_party/bring.py fa3   (or set MUSE_SPARK_FA3_DIR to a checkout; or build without the feature `fa3`)"
+            .to_string(),
     })
 }
 

@@ -32,7 +32,7 @@ pub fn run() {
         return;
     }
     let environment = locate::Environment::of_process(&manifest);
-    match locate::pieces(&environment) {
+    match locate::pieces(&environment, cfg!(feature = "fa3")) {
         Ok(pieces) => native::build(&manifest, &pieces),
         Err(missing) => {
             eprintln!("\n{missing}\n");

@@ -102,7 +102,7 @@ fn run_compile_step(pieces: &Pieces) {
 /// The second process: CMake through the `cmake` crate.
 pub fn compile_step(manifest: &Path) {
     let environment = locate::Environment::of_process(manifest);
-    let pieces = match locate::pieces(&environment) {
+    let pieces = match locate::pieces(&environment, cfg!(feature = "fa3")) {
         Ok(pieces) => pieces,
         Err(missing) => panic!("{missing}"),
     };
@@ -125,6 +125,9 @@ pub fn compile_step(manifest: &Path) {
         .define("MUSE_SPARK_CUTLASS_INCLUDE", &pieces.cutlass)
         .define("MUSE_SPARK_CXXBRIDGE_INCLUDE", generated)
         .build_target("muse_spark_kernels");
+    if let Some(sources) = &pieces.fa3 {
+        config.define("MUSE_SPARK_FA3_SOURCES", sources);
+    }
     if let Some(cache) = &pieces.cache {
         config.define("CMAKE_CUDA_COMPILER_LAUNCHER", cache).define("CMAKE_CXX_COMPILER_LAUNCHER", cache);
         // Objects are found again from another clone or target folder: paths below the repository

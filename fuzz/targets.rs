@@ -229,6 +229,7 @@ pub fn plan(data: &[u8]) {
             k_scale: view(DType::F32, &[1]),
             v_scale: view(DType::F32, &[]),
             cache,
+            scheduler_metadata: None,
         },
         stream: view(DType::F32, &[t, 8192]),
         local_start: view(DType::I32, &[1]),

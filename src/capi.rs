@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
 use crate::layer::{Backend, DecoderLayer};
 use crate::plan::{AttentionEngine, Plan, PlanKey};
+use crate::scheduler::{Lengths, SchedulerMetadata};
 use crate::step::{
     AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
 };
@@ -202,6 +203,53 @@ pub unsafe extern "C" fn msl_plan_text(plan: *const MslPlan) -> *const c_char {
 }
 
 /// # Safety
+/// `plan` is null or a live handle.
+#[no_mangle]
+pub unsafe extern "C" fn msl_plan_metadata_words(plan: *const MslPlan) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe { plan.as_ref() }.map_or(0, |p| SchedulerMetadata::words(&p.plan) as u64)
+}
+
+/// # Safety
+/// `plan` is a live handle; the device pointers are of the documented sizes, the stream is one of their
+/// device's; `metadata` may be written.
+#[no_mangle]
+pub unsafe extern "C" fn msl_scheduler_metadata_prepare(
+    plan: *const MslPlan,
+    cu_seqlens_q: *const c_void,
+    cache_seqlens: *const c_void,
+    memory: *mut c_void,
+    stream: *mut c_void,
+    metadata: *mut *mut MslSchedulerMetadata,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's promises.
+        unsafe {
+            give("metadata", metadata, || {
+                let plan = &handle("plan", plan)?.plan;
+                let requests = plan.key.requests as usize;
+                let words = |ptr: u64, count: usize| DeviceTensor::contiguous(ptr, DType::I32, &[count]);
+                let lengths = Lengths {
+                    cu_seqlens_q: words(cu_seqlens_q as u64, requests + 1),
+                    cache_seqlens: words(cache_seqlens as u64, requests),
+                    memory: words(memory as u64, SchedulerMetadata::words(plan)),
+                };
+                let made = SchedulerMetadata::prepare(plan, &lengths, Stream::from_raw(stream))?;
+                Ok(MslSchedulerMetadata(made))
+            })
+        }
+    })
+}
+
+/// # Safety
+/// `metadata` is null or a handle that is not used again.
+#[no_mangle]
+pub unsafe extern "C" fn msl_scheduler_metadata_destroy(metadata: *mut MslSchedulerMetadata) {
+    // SAFETY: the caller's promise.
+    unsafe { destroy(metadata) }
+}
+
+/// # Safety
 /// `layer` is a live handle; `workspace` may be written.
 #[no_mangle]
 pub unsafe extern "C" fn msl_workspace_create(
@@ -298,6 +346,8 @@ impl Views<'_> {
             wanted: "not negative".into(),
             got: s.pages.to_string(),
         })?;
+        // SAFETY: `msl_forward`'s caller promised null or a live handle.
+        let metadata = unsafe { s.scheduler_metadata.as_ref() }.map(|m| m.0.clone());
         // SAFETY: as in `view`.
         let (page_table, cache) = unsafe {
             let strides = [s.table_stride, 1];
@@ -316,6 +366,7 @@ impl Views<'_> {
             k_scale: self.view(s.k_scale, DType::F32, &[1]),
             v_scale: self.view(s.v_scale, DType::F32, &[1]),
             cache,
+            scheduler_metadata: metadata,
         })
     }
 

@@ -17,6 +17,8 @@ use crate::backend::cuda::model as m;
 use crate::collective::{self, Collective, Identity};
 use crate::config::LayerConfig;
 use crate::error::{Error, Result};
+#[cfg(feature = "cuda")]
+use crate::plan::AttentionEngine;
 use crate::plan::{Plan, PlanKey};
 use crate::step::{
     self, Args, AttentionInput, Checked, DeviceInput, DeviceOutput, FfnInput, FinalInput, FinalOutput, MoeInput,
@@ -487,6 +489,7 @@ fn attention_args(args: &mut Args, x: &AttentionInput) {
     args.k_cache = x.cache.k().ptr();
     args.v_cache = x.cache.v().ptr();
     args.pages = x.cache.pages() as i64;
+    args.scheduler_metadata = x.scheduler_metadata.as_ref().map_or(0, |metadata| metadata.memory().ptr());
 }
 
 /// The dataflow: each line is one operation. Shapes are at the methods, in `backend/cuda/ops.rs`.
@@ -523,7 +526,13 @@ impl Step<'_> {
             self.append_attention()?;
         } else {
             self.qk_norm_rope_append()?;
-            self.attention()?;
+            match self.plan.launches.attention.engine {
+                AttentionEngine::Own => self.attention()?,
+                AttentionEngine::Fa3 => {
+                    self.fa3_schedule()?;
+                    self.fa3_attention()?;
+                }
+            }
         }
         self.out_norm_gate()?;
         self.o()

@@ -8,6 +8,7 @@
 //! | [`plan`] | what a step launches: plain data, printable |
 //! | [`step`] | a step's tensors in device memory, and their checks |
 //! | [`collective`] | what ranks say to each other between the segments |
+//! | [`scheduler`] | the scheduler metadata of the engine `fa3` |
 //! | [`kv_cache`], [`workspace`], [`stream`] | views of the cache, scratch memory, the caller's stream |
 //! | [`weights`] | from host arrays, device memory or safetensors; NVFP4 |
 //! | [`routing`] | top 8 and the expert lists, for the CPU |
@@ -30,6 +31,7 @@ pub mod layer;
 pub mod numerics;
 pub mod plan;
 pub mod routing;
+pub mod scheduler;
 pub mod stack;
 pub mod step;
 pub mod stream;
@@ -44,6 +46,7 @@ pub use error::{Error, Result};
 pub use kv_cache::PagedKvCache;
 pub use layer::{Backend, DecoderLayer};
 pub use plan::{AttentionEngine, Plan, PlanKey};
+pub use scheduler::SchedulerMetadata;
 pub use stack::{DecoderStack, PerKind, StackInput, StackOutput, StackPlan};
 pub use step::{DeviceInput, DeviceOutput, DeviceTaps, Tap};
 pub use stream::Stream;

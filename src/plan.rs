@@ -28,8 +28,30 @@ pub enum AttentionEngine {
     /// The crate's own, for every query length.
     #[default]
     Own,
-    /// FlashAttention-3 (feature `fa3`).
+    /// FlashAttention-3 (feature `fa3`), with E4M3 queries. Its limits: page ids of every 160-key block in
+    /// which a token sees a key must be in range and the bytes there finite, and a token's bits depend on the
+    /// lengths of the whole batch (by the splits).
     Fa3,
+}
+
+impl fmt::Display for AttentionEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            AttentionEngine::Own => "own",
+            AttentionEngine::Fa3 => "fa3",
+        })
+    }
+}
+
+impl std::str::FromStr for AttentionEngine {
+    type Err = Error;
+    fn from_str(name: &str) -> Result<AttentionEngine> {
+        match name {
+            "own" => Ok(AttentionEngine::Own),
+            "fa3" => Ok(AttentionEngine::Fa3),
+            _ => Err(Error::Value { what: "engine".into(), wanted: "own, fa3".into(), got: name.into() }),
+        }
+    }
 }
 
 /// The steps a plan is for. Steps of one key may differ in lengths, positions, pages, scales and
@@ -141,9 +163,14 @@ impl PlanKey {
             QueryPrecision::Fp16 | QueryPrecision::E4m3 => {}
             other => return unsupported(format!("query precision {other} (fp16 and e4m3 are)")),
         }
-        match self.engine {
-            AttentionEngine::Own => Ok(()),
-            AttentionEngine::Fa3 => unsupported("the attention engine fa3 in this build".into()),
+        match (self.engine, self.query) {
+            (AttentionEngine::Fa3, _) if !cfg!(feature = "fa3") => {
+                unsupported("the attention engine fa3 in this build (it lacks the feature `fa3`)".into())
+            }
+            (AttentionEngine::Fa3, QueryPrecision::Fp16) => {
+                unsupported("query precision fp16 with the attention engine fa3 (e4m3 is)".into())
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -185,11 +212,13 @@ pub struct RouterPlan {
 /// The attention.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttentionPlan {
-    /// The tiled kernel (long query blocks) instead of the split kernel.
+    /// Whose kernels.
+    pub engine: AttentionEngine,
+    /// The tiled kernel (long query blocks) instead of the split kernel; own engine.
     pub tiled: bool,
-    /// Whether the attention kernel does the work of `qk_norm_rope_append` too (one token a request).
+    /// Whether the attention kernel does the work of `qk_norm_rope_append` too (one token a request; own engine).
     pub append: bool,
-    /// Bound on a request's KV splits.
+    /// Bound on a request's KV splits; of fa3 1 to 64, and the metadata's too.
     pub splits: u32,
     /// Keys a token sees at most; 0: all.
     pub window: u32,
@@ -269,10 +298,15 @@ impl Plan {
     /// Kernel launches of a step on its own, without what stands around collectives.
     pub fn launch_count(&self) -> u32 {
         // The 11 launches outside the experts, and 4 a pass. Large steps build the expert lists apart.
+        // FlashAttention-3 adds the queries' bytes, its metadata and the join of splits.
+        let attention = match self.key.engine {
+            AttentionEngine::Own => 0,
+            AttentionEngine::Fa3 => 2 + u32::from(self.launches.attention.splits > 1),
+        };
         if self.key.tokens == 0 {
             0
         } else {
-            11 - u32::from(self.launches.attention.append) + 4 * self.launches.experts.passes
+            11 + attention - u32::from(self.launches.attention.append) + 4 * self.launches.experts.passes
         }
     }
 }
@@ -306,7 +340,11 @@ impl fmt::Display for Plan {
         )?;
         writeln!(f, "  qkv_gate   {}", l.qkv_gate)?;
         let a = &l.attention;
-        let form = if a.tiled { "tiled".into() } else { format!("split, at most {} a request", a.splits) };
+        let form = match a.engine {
+            AttentionEngine::Fa3 => format!("fa3, at most {} splits a request", a.splits),
+            AttentionEngine::Own if a.tiled => "tiled".into(),
+            AttentionEngine::Own => format!("split, at most {} a request", a.splits),
+        };
         let append = if a.append { "with append, " } else { "" };
         writeln!(f, "  attention  {append}{form}, window {}, kv scratch {} bytes", a.window, a.kv_scratch_bytes)?;
         writeln!(f, "  o          {}", l.o)?;

@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
 use crate::layer::{Backend, DecoderLayer};
 use crate::plan::{Plan, PlanKey};
+use crate::scheduler::SchedulerMetadata;
 use crate::step::{AttentionInput, DeviceInput, DeviceOutput, DeviceTaps};
 use crate::stream::Stream;
 use crate::tensor::{DType, DeviceTensor};
@@ -103,6 +104,8 @@ pub struct KindInput {
     pub cache_seqlens: DeviceTensor,
     /// i32 `[B, table_width]`, any row stride.
     pub page_table: DeviceTensor,
+    /// The engine fa3's tile schedule for these lengths; `None`: prepared by each layer.
+    pub scheduler_metadata: Option<SchedulerMetadata>,
 }
 
 /// A layer's own cache.
@@ -358,6 +361,7 @@ impl DecoderStack {
                     k_scale: own.k_scale.clone(),
                     v_scale: own.v_scale.clone(),
                     cache: own.cache.clone(),
+                    scheduler_metadata: shared.scheduler_metadata.clone(),
                 },
                 stream: before.map_or_else(|| input.stream.clone(), |b| b.stream.clone()),
                 local_start: input.local_start.clone(),

@@ -6,7 +6,8 @@ use crate::backend::cuda::model as m;
 use crate::config::Taps;
 use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
-use crate::plan::Plan;
+use crate::plan::{AttentionEngine, Plan};
+use crate::scheduler::SchedulerMetadata;
 use crate::tensor::{DType, DeviceTensor};
 
 /// Inputs of the attention block.
@@ -30,6 +31,8 @@ pub struct AttentionInput {
     pub v_scale: DeviceTensor,
     /// Read, and written at the step's own rows.
     pub cache: PagedKvCache,
+    /// The engine fa3's tile schedule, shared by layers of a kind; `None`: prepared by the call.
+    pub scheduler_metadata: Option<SchedulerMetadata>,
 }
 
 /// Inputs of the boundary and the MoE block.
@@ -286,6 +289,14 @@ fn attention_input<'a>(c: &mut Checked<'a>, plan: &Plan, x: &'a AttentionInput) 
         }
         c.write(name, t);
     }
+    if key.engine == AttentionEngine::Fa3 && x.cache.pages() > i32::MAX as usize {
+        let (limit, got) = (i32::MAX as u64, x.cache.pages() as u64);
+        return Err(Error::Limit { what: "pages of k_cache with the engine fa3".into(), limit, got });
+    }
+    if let Some(metadata) = &x.scheduler_metadata {
+        metadata.check(plan)?;
+        c.write("scheduler_metadata", metadata.memory());
+    }
     Ok(())
 }
 
@@ -451,6 +462,7 @@ pub(crate) struct Args {
     pub k_cache: u64,
     pub v_cache: u64,
     pub pages: i64,
+    pub scheduler_metadata: u64,
     pub stream: u64,
     pub local_start: u64,
     pub num_tokens_non_padded: u64,

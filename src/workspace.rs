@@ -10,7 +10,8 @@
 
 use crate::backend::cuda::model as m;
 use crate::error::{Error, Result};
-use crate::plan::Plan;
+use crate::plan::{AttentionEngine, Plan};
+use crate::scheduler::SchedulerMetadata;
 use crate::stack::StackPlan;
 use crate::tensor::{DType, DeviceTensor};
 
@@ -66,6 +67,16 @@ pub struct Layout {
     pub tiled_out: u64,
     /// FP16 copies of the visible pages (tiled attention).
     pub kv_scratch: u64,
+    /// E4M3 `[T][16][64]` (fa3).
+    pub fa3_q: u64,
+    /// BF16 `[T][1024]` (fa3).
+    pub fa3_out: u64,
+    /// FP32 `[16][T]` (fa3).
+    pub fa3_lse: u64,
+    /// FP32 `[splits][16][T]` (fa3, more than one split); `acc` is `[splits][16][T][64]` then.
+    pub fa3_acc_lse: u64,
+    /// Scheduler metadata (fa3), for calls that bring none.
+    pub fa3_metadata: u64,
     /// BF16 `[T][1024]`.
     pub gated: u64,
     /// BF16 `[T][8192]`.
@@ -130,8 +141,10 @@ impl Layout {
         let (hidden, q_size, heads) = (m::HIDDEN as u64, m::Q_SIZE as u64, m::Q_HEADS as u64);
         let (expert_dim, experts) = (m::EXPERT_DIM as u64, m::EXPERTS as u64);
         let (bound, passes) = (l.experts.route_bound as u64, l.experts.passes);
+        let fa3 = u64::from(l.attention.engine == AttentionEngine::Fa3);
         let (split, tiled) = if l.attention.tiled { (0, 1) } else { (l.attention.splits as u64, 0) };
         let slice = m::UNPOOL_SLICE as u64;
+        let (own_split, fa3_split) = if fa3 == 0 { (split, 0) } else { (0, if split > 1 { split } else { 0 }) };
         let y_f32 = l.experts.w2_splits > 1;
         // Some regions belong to one form of an operation only: an extent of 0 leaves them empty.
         let mut out = Layout {
@@ -139,10 +152,15 @@ impl Layout {
             qkv: c.take("qkv", 4, &[l.qkv_gate.splits as u64, t, m::QKV_ROWS as u64]),
             q: c.take("q", 2, &[t, q_size]),
             gate: c.take("gate", 4, &[t, q_size]),
-            acc: c.take("acc", 4, &[t, heads, split, m::HEAD_DIM as u64]),
-            lse: c.take("lse", 4, &[t, heads, split, 2]),
+            acc: c.take("acc", 4, &[t, heads, own_split + fa3_split, m::HEAD_DIM as u64]),
+            lse: c.take("lse", 4, &[t, heads, own_split, 2]),
             tiled_out: c.take("tiled_out", 4, &[tiled, t, q_size]),
             kv_scratch: c.take("kv_scratch", 1, &[tiled, l.attention.kv_scratch_bytes]),
+            fa3_q: c.take("fa3_q", 1, &[fa3, t, q_size]),
+            fa3_out: c.take("fa3_out", 2, &[fa3, t, q_size]),
+            fa3_lse: c.take("fa3_lse", 4, &[fa3, heads, t]),
+            fa3_acc_lse: c.take("fa3_acc_lse", 4, &[fa3_split, heads, t]),
+            fa3_metadata: c.take("fa3_metadata", 4, &[SchedulerMetadata::words(plan) as u64]),
             gated: c.take("gated", 2, &[t, q_size]),
             attn_out: c.take("attn_out", 2, &[t, hidden]),
             stream_after_attn: c.take("stream_after_attn", 4, &[t, hidden]),

@@ -1,13 +1,14 @@
 //! Bad input of every kind gives its named error before anything is launched: no device is needed.
 #![allow(unsafe_code)]
 
+use muse_spark_layer::scheduler::Lengths;
 use muse_spark_layer::step::{
     check_attention_block, check_ffn_block, check_final_block, check_moe_block, check_step, check_unpool_block,
 };
 use muse_spark_layer::step::{AttentionInput, FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput};
 use muse_spark_layer::{
-    DType, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, Error, PagedKvCache, Plan, PlanKey, Tap, Taps,
-    WeightKind,
+    AttentionEngine, DType, DeviceInput, DeviceOutput, DeviceTaps, DeviceTensor, Error, PagedKvCache, Plan, PlanKey,
+    QueryPrecision, SchedulerMetadata, Stream, Tap, Taps, WeightKind,
 };
 use rstest::rstest;
 
@@ -49,6 +50,7 @@ fn input() -> DeviceInput {
             k_scale: fake(7, DType::F32, &[]),
             v_scale: fake(8, DType::F32, &[1]),
             cache: PagedKvCache::new(fake(9, DType::E4m3, &pool), fake(10, DType::E4m3, &pool)).unwrap(),
+            scheduler_metadata: None,
         },
         stream: fake(11, DType::F32, &[T, 8192]),
         local_start: fake(12, DType::I32, &[1]),
@@ -273,4 +275,41 @@ fn sliced_blocks_check_their_borders() {
     refused(check_ffn_block(&few, &input(0), &output, true).map(|_| ()), "slices: wanted shape [1, 3, 1024]");
     refused(check_ffn_block(&few, &input(8), &output, false).map(|_| ()), "hidden: wanted none");
     refused(check_ffn_block(&plan(), &input(8), &output, true).map(|_| ()), not_sliced);
+}
+
+/// Scheduler metadata is checked before anything is queued.
+#[test]
+fn metadata_is_checked_by_name() {
+    let own = PlanKey { query: QueryPrecision::E4m3, ..PlanKey::decode(6, 100) };
+    let plan = |key: PlanKey| Plan::new(key, WeightKind::Nvfp4, 0).unwrap();
+    let fa3 = plan(PlanKey { engine: AttentionEngine::Fa3, ..own.clone() });
+    let own = plan(own);
+    assert_eq!((SchedulerMetadata::words(&own), SchedulerMetadata::words(&fa3)), (0, 36));
+    let lengths = || Lengths {
+        cu_seqlens_q: fake(1, DType::I32, &[7]),
+        cache_seqlens: fake(2, DType::I32, &[6]),
+        memory: fake(3, DType::I32, &[36]),
+    };
+    let refused = |plan: &Plan, change: fn(&mut Lengths)| {
+        let mut lengths = lengths();
+        change(&mut lengths);
+        SchedulerMetadata::prepare(plan, &lengths, Stream::LEGACY).map(|_| ()).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refused(&own, |_| {}),
+        "plan: engine was planned as own, the call has scheduler metadata, which fa3 has"
+    );
+    for (change, text) in [
+        (
+            (|l| l.cu_seqlens_q = fake(1, DType::I32, &[6])) as fn(&mut Lengths),
+            "cu_seqlens_q: wanted shape [7], got [6]",
+        ),
+        (|l| l.cache_seqlens = fake(2, DType::I64, &[6]), "cache_seqlens: wanted i32, got i64"),
+        (|l| l.memory = fake(3, DType::I32, &[35]), "memory: wanted shape [36], got [35]"),
+        (|l| l.memory = at(0x7000_0000_0008, DType::I32, &[36]), "memory: wanted an address aligned to 16 bytes"),
+        (|l| l.memory = fake(2, DType::I32, &[36]), "memory overlaps cache_seqlens"),
+    ] {
+        let got = refused(&fa3, change);
+        assert!(got.starts_with(text), "{got}");
+    }
 }

@@ -15,7 +15,6 @@ fn plan(key: PlanKey) -> Plan {
 #[case(PlanKey { page_size: 512, ..PlanKey::decode(8, 64) }, "page_size: wanted a power of two")]
 #[case(PlanKey { page_size: 0, ..PlanKey::decode(8, 64) }, "page_size: wanted a power of two")]
 #[case(PlanKey { query: QueryPrecision::Bf16, ..PlanKey::decode(8, 64) }, "CUDA backend: query precision bf16 (fp16 and e4m3 are)")]
-#[case(PlanKey { engine: AttentionEngine::Fa3, ..PlanKey::decode(8, 64) }, "CUDA backend: the attention engine fa3 in this build")]
 #[case(PlanKey { max_q_len: 0, ..PlanKey::decode(8, 64) }, "max_q_len: wanted at least 1")]
 #[case(PlanKey { max_q_len: 1, ..PlanKey::block(2, 8, 64) }, "max_q_len: wanted at least tokens / requests = 16 / 2, got 1")]
 #[case(PlanKey { table_width: 0, ..PlanKey::decode(8, 64) }, "table_width: wanted at least 1")]
@@ -25,6 +24,27 @@ fn plan(key: PlanKey) -> Plan {
 fn a_key_past_a_limit_is_refused_by_name(#[case] key: PlanKey, #[case] wanted: &str) {
     let text = Plan::new(key, WeightKind::Nvfp4, 132).unwrap_err().to_string();
     assert!(text.starts_with(wanted), "{text}\n wanted: {wanted}");
+}
+
+/// FlashAttention-3 needs its feature and E4M3 queries.
+#[test]
+fn fa3_is_planned_where_it_is_built() {
+    let key = PlanKey { engine: AttentionEngine::Fa3, query: QueryPrecision::E4m3, ..PlanKey::decode(8, 9000) };
+    let made = Plan::new(key.clone(), WeightKind::Nvfp4, 132);
+    if cfg!(feature = "fa3") {
+        let made = made.unwrap();
+        assert!(made.to_string().contains("attention  fa3, at most 57 splits a request"), "{made}");
+        assert!(made.workspace_bytes > plan(PlanKey::decode(8, 9000)).workspace_bytes / 2);
+        let text =
+            Plan::new(PlanKey { query: QueryPrecision::Fp16, ..key }, WeightKind::Nvfp4, 132).unwrap_err().to_string();
+        assert_eq!(text, "CUDA backend: query precision fp16 with the attention engine fa3 (e4m3 is) is not supported");
+    } else {
+        let text = made.unwrap_err().to_string();
+        assert!(
+            text.starts_with("CUDA backend: the attention engine fa3 in this build (it lacks the feature"),
+            "{text}"
+        );
+    }
 }
 
 #[test]

@@ -157,27 +157,58 @@ fn tools_come_from_the_pins_first_and_the_cache_from_the_user_first() {
     let environment = empty(&root);
     toolkit(&environment.system_toolkit, 13_000, "lib64");
     cutlass(&environment.repository.join("third_party/.local/cutlass/cutlass_library/source/include"), 2);
-    let missing = locate::pieces(&environment).unwrap_err();
+    let missing = locate::pieces(&environment, false).unwrap_err();
     assert_eq!(missing.what, "the build tool cmake");
 
     let path = environment.path[0].clone();
     for program in ["cmake", "ninja"] {
         write(path.join(program), "");
     }
-    let found = locate::pieces(&environment).unwrap();
+    let found = locate::pieces(&environment, false).unwrap();
     assert_eq!((found.cmake, found.ninja, found.cache), (path.join("cmake"), path.join("ninja"), None));
 
     let pinned = environment.repository.join("third_party/.local/tools");
     for program in ["cmake/data/bin/cmake", "bin/cmake", "bin/ninja", "bin/ccache"] {
         write(pinned.join(program), "");
     }
-    let found = locate::pieces(&environment).unwrap();
+    let found = locate::pieces(&environment, false).unwrap();
     assert_eq!(found.cmake, pinned.join("cmake/data/bin/cmake"));
     assert_eq!(found.ninja, pinned.join("bin/ninja"));
     assert_eq!(found.cache, Some(pinned.join("bin/ccache")));
 
     write(path.join("sccache"), "");
-    assert_eq!(locate::pieces(&environment).unwrap().cache, Some(path.join("sccache")));
+    assert_eq!(locate::pieces(&environment, false).unwrap().cache, Some(path.join("sccache")));
+}
+
+#[test]
+fn fa3_is_looked_for_with_its_feature_only() {
+    let root = folder("fa3");
+    let environment = empty(&root);
+    toolkit(&environment.system_toolkit, 13_000, "lib64");
+    cutlass(&environment.repository.join("third_party/.local/cutlass/cutlass_library/source/include"), 2);
+    for program in ["cmake", "ninja"] {
+        write(environment.path[0].join(program), "");
+    }
+    assert_eq!(locate::pieces(&environment, false).unwrap().fa3, None);
+    let text = locate::pieces(&environment, true).unwrap_err().to_string();
+    assert!(text.contains("FlashAttention-3") && text.contains("python3 third_party/bring.py fa3"), "{text}");
+    assert!(text.contains("fa3/hopper (brought as sources): has no flash_fwd_kernel_sm90.h"), "{text}");
+
+    let sources = |hopper: &Path| {
+        for file in ["flash_fwd_kernel_sm90.h", "flash_prepare_scheduler.cu"] {
+            write(hopper.join(file), "");
+        }
+    };
+    let brought = environment.repository.join("third_party/.local/fa3/hopper");
+    sources(&brought);
+    assert_eq!(locate::pieces(&environment, true).unwrap().fa3, Some(brought));
+
+    // A checkout or its hopper folder; a wrong one is refused although the brought sources would do.
+    let checkout = root.join("checkout");
+    let own = with(environment, "MUSE_SPARK_FA3_DIR", &checkout);
+    assert_eq!(locate::fa3(&own).unwrap_err().places.len(), 2);
+    sources(&checkout.join("hopper"));
+    assert_eq!(locate::fa3(&own).unwrap(), checkout.join("hopper"));
 }
 
 #[rstest]
@@ -223,8 +254,14 @@ fn pins_agree_with_each_other() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("third_party");
     let readme = fs::read_to_string(folder.join("README.md")).unwrap();
     let mut pins = 0;
-    for group in ["tools", "cutlass", "cuda"] {
-        let text = fs::read_to_string(folder.join(format!("requirements-{group}.txt"))).unwrap();
+    for (group, file) in [
+        ("tools", "requirements-tools.txt"),
+        ("cutlass", "requirements-cutlass.txt"),
+        ("cuda", "requirements-cuda.txt"),
+        ("fa3", "requirements-fa3.txt"),
+        ("fa3", "sources-fa3.txt"),
+    ] {
+        let text = fs::read_to_string(folder.join(file)).unwrap();
         for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
             let (pin, hash) = line.split_once(" --hash=sha256:").expect("each pin has its hash");
             let (package, version) = pin.split_once("==").expect("each pin is exact");
@@ -233,7 +270,10 @@ fn pins_agree_with_each_other() {
             pins += 1;
         }
     }
-    assert_eq!(readme.matches("\n| tools |").count() + readme.matches("\n| cu").count(), pins);
+    assert_eq!(
+        readme.matches("\n| tools |").count() + readme.matches("\n| cu").count() + readme.matches("\n| fa3 |").count(),
+        pins
+    );
     let script = fs::read_to_string(folder.join("bring.py")).unwrap();
     assert!(script.contains(&format!("REQUIRED_CUDART = {} ", locate::REQUIRED_CUDART)));
 }
@@ -243,10 +283,12 @@ fn pins_agree_with_each_other() {
 fn every_unit_is_listed() {
     let csrc = Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc");
     let list = fs::read_to_string(csrc.join("CMakeLists.txt")).unwrap();
-    let mut units = 0;
-    for entry in fs::read_dir(&csrc).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()) {
-        for unit in fs::read_dir(&entry).unwrap().map(|unit| unit.unwrap().path()) {
-            if matches!(unit.extension().and_then(|e| e.to_str()), Some("cu" | "cpp")) {
+    let (mut units, mut folders) = (0, vec![csrc.clone()]);
+    while let Some(folder) = folders.pop() {
+        for unit in fs::read_dir(&folder).unwrap().map(|unit| unit.unwrap().path()) {
+            if unit.is_dir() {
+                folders.push(unit);
+            } else if matches!(unit.extension().and_then(|e| e.to_str()), Some("cu" | "cpp")) {
                 let name = unit.strip_prefix(&csrc).unwrap().to_str().unwrap();
                 assert!(list.contains(&format!("\n  {name}\n")), "csrc/{name} is not in csrc/CMakeLists.txt");
                 units += 1;

@@ -27,7 +27,7 @@ fields! {
     "msl_step" MslStep {
         struct_size, tap_count, attn_input, positions, cache_loc, cu_seqlens_q, cache_seqlens, page_table, table_stride,
         k_scale, v_scale, k_cache, v_cache, pages, stream, local_start, num_tokens_non_padded, topk_ids, hidden,
-        stream_out, attn_out, stream_after_attn, moe_mix, taps
+        stream_out, attn_out, stream_after_attn, moe_mix, taps, scheduler_metadata
     }
 }
 
@@ -114,6 +114,13 @@ fn bad_arguments_are_statuses_with_a_text() {
         msl_layer_destroy(std::ptr::null_mut());
         msl_plan_destroy(std::ptr::null_mut());
         msl_workspace_destroy(std::ptr::null_mut());
+        let mut metadata = std::ptr::null_mut();
+        let (plan, from, to) = (std::ptr::null(), std::ptr::null(), std::ptr::null_mut());
+        assert_eq!(msl_scheduler_metadata_prepare(plan, from, from, to, to, &mut metadata), 1);
+        assert_eq!(last_error(), "plan: null pointer");
+        assert!(metadata.is_null());
+        assert_eq!(msl_plan_metadata_words(plan), 0);
+        msl_scheduler_metadata_destroy(metadata);
     }
 }
 

@@ -209,6 +209,7 @@ fn device_call(
         cache_loc: view(DType::I64, &[1]),
         cache_seqlens: view(DType::I32, &[1]),
         page_table: view(DType::I32, &[1, 8]),
+        scheduler_metadata: None,
     };
     let cache = view(DType::E4m3, &[0, 1, 2, 64]);
     let cache = muse_spark_layer::stack::LayerCache {

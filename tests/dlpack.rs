@@ -138,6 +138,7 @@ fn a_whole_step_of_dlpack_tensors_is_accepted() {
                 import(D::U8, &pool, Some(&[2048, 128, 64, 1]), Access::Write),
             )
             .unwrap_or_else(|e| panic!("{e}")),
+            scheduler_metadata: None,
         },
         stream: import(D::F32, &[t, 8192], None, Access::Read),
         local_start: import(D::I32, &[1], None, Access::Read),

@@ -2,12 +2,15 @@
 """Brings the pinned third-party packages into third_party/.local, which git ignores.
 
     python3 third_party/bring.py                  tools, cutlass, and cuda where no toolkit is installed
-    python3 third_party/bring.py tools cutlass    these groups, whatever is installed
+    python3 third_party/bring.py fa3              these groups, whatever is installed
     python3 third_party/bring.py --list           what is pinned, and what is already there
 
 A group is a file requirements-GROUP.txt. pip installs it with `--require-hashes --no-deps` into
 .local/GROUP and nowhere else: no virtual environment is needed (Debian ships Python without it) and the
 system's packages stay as they are. A group already there in the pinned versions is left alone.
+
+The group fa3 (the feature `fa3`; only brought when named) is source code: what pip installs there is the
+client that downloads it, and sources-fa3.txt pins it. The C++ files end up in .local/fa3/hopper.
 """
 
 import argparse
@@ -18,11 +21,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 LOCAL = HERE / ".local"
-GROUPS = ("tools", "cutlass", "cuda")
+GROUPS = ("tools", "cutlass", "cuda", "fa3")
 REQUIRED_CUDART = 13000  # CUDART_VERSION; the same bound stands in build_support/toolkit.rs
 
 
@@ -34,8 +38,16 @@ def requirements(group):
     return HERE / f"requirements-{group}.txt"
 
 
+def sources(group):
+    return HERE / f"sources-{group}.txt"
+
+
+def pin_files(group):
+    return [file for file in (requirements(group), sources(group)) if file.is_file()]
+
+
 def digest(group):
-    return hashlib.sha256(requirements(group).read_bytes()).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in pin_files(group))).hexdigest()
 
 
 def is_current(group):
@@ -102,6 +114,8 @@ def install(group):
         sys.exit(f"third_party: {group} could not be brought; pip's own message is above")
     if group == "cuda":
         complete_toolkit(fresh / "nvidia" / "cu13")
+    if group == "fa3":
+        fetch_sources(group, fresh)
     fresh.rename(target)
     # Last, so that an interrupted run is started over.
     (target / ".requirements-sha256").write_text(digest(group) + "\n")
@@ -115,10 +129,46 @@ def complete_toolkit(root):
             link.symlink_to(points_to)
 
 
-def pins(group):
+def fetch_sources(group, folder):
+    """Downloads a group's source package by the client in `folder`, checks it, and leaves its C++ files."""
+    (name, version, sha256), = read_pins(sources(group))
+    archive = folder / f"{name}-{version}.tar.gz"
+    command = [sys.executable, "-m", "unearth", f"{name}=={version}", "--no-binary", "--download", str(folder)]
+    # Found there and nowhere else: the folder is no site-packages.
+    environment = dict(os.environ, PYTHONPATH=str(folder))
+    if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode != 0 or not archive.is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(f"third_party: {name} {version} could not be downloaded; the client's own message is above")
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != sha256:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(f"third_party: {archive.name} has SHA-256 {found}, not the pinned {sha256}: thrown away")
+    root = f"{name}-{version}/"
+    hopper = root + "third_party/flash-attention/hopper/"
+    (folder / "hopper").mkdir()
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            name = pathlib.PurePosixPath(member.name).name
+            if member.name == root + "LICENSE":
+                (folder / name).write_bytes(packed.extractfile(member).read())
+            elif member.name == hopper + name and name.endswith((".h", ".hpp", ".cu")):
+                (folder / "hopper" / name).write_bytes(packed.extractfile(member).read())
+    # Neither the package nor the client is needed any more.
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name != "hopper":
+            shutil.rmtree(entry)
+        elif not entry.is_dir() and entry.name != "LICENSE":
+            entry.unlink()
+
+
+def read_pins(file):
     """(package, version, sha256) of each line."""
     pattern = re.compile(r"^([\w.-]+)==([\w.]+) --hash=sha256:([0-9a-f]{64})$", re.M)
-    return pattern.findall(requirements(group).read_text())
+    return pattern.findall(file.read_text())
+
+
+def pins(group):
+    return [pin for file in pin_files(group) for pin in read_pins(file)]
 
 
 def main():

@@ -25,6 +25,7 @@ The crate itself: MIT or Apache-2.0, at your choice (`LICENSE-MIT`, `LICENSE-APA
 | CUDA runtime, static (feature `cuda`) | NVIDIA CUDA Toolkit EULA (redistributable part) |
 | CUTLASS and CuTe headers (feature `cuda`) | BSD-3-Clause |
 | NVTX header (feature `cuda`) | Apache-2.0 with LLVM exception |
+| FlashAttention-3 (feature `fa3`) | BSD-3-Clause |
 """
 
 

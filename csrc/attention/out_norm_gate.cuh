@@ -32,7 +32,11 @@ __device__ __forceinline__ void norm_gate_store(const OutNormGateParams& p, int6
   *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.out) + at) = __floats2bfloat162_rn(y0, y1);
 }
 
-// The tiled kernel's output: already joined and scaled.
+__device__ __forceinline__ float2 bf16_pair(uint32_t v) {
+  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
+
+// The output of the tiled kernel (FP32) or, without splits, of FlashAttention-3 (BF16): joined and scaled.
 __global__ void __launch_bounds__(kJoinThreads) out_norm_gate_tiled_kernel(const __grid_constant__ OutNormGateParams p) {
   pdl_launch();
   pdl_wait();
@@ -40,7 +44,8 @@ __global__ void __launch_bounds__(kJoinThreads) out_norm_gate_tiled_kernel(const
   const int64_t head_row = static_cast<int64_t>(blockIdx.x) * (kJoinThreads / 32) + (threadIdx.x >> 5);
   if (head_row >= static_cast<int64_t>(p.tokens) * kQHeads) return;
   const int64_t at = head_row * kHeadDim + 2 * lane;
-  const float2 x = __ldcg(reinterpret_cast<const float2*>(p.tiled_out + at));
+  const float2 x = p.splits > 0 ? __ldcg(reinterpret_cast<const float2*>(p.tiled_out + at))
+                                : bf16_pair(__ldcg(reinterpret_cast<const uint32_t*>(p.tiled_out) + at / 2));
   const float2 g = __ldcg(reinterpret_cast<const float2*>(p.gate + at));
   norm_gate_store(p, head_row, lane, x.x, x.y, g);
 }

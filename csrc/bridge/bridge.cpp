@@ -7,6 +7,15 @@
 #include "include/ops.h"
 #include "muse-spark-layer/src/backend/cuda/bridge.rs.h"
 
+#ifndef MUSE_SPARK_FA3
+// Without the feature `fa3` no plan asks for these.
+namespace msl {
+int fa3_schedule(const Fa3AttentionParams&, const Launch&) { return cudaErrorNotSupported; }
+int fa3_attention(const Fa3AttentionParams&, const Launch&) { return cudaErrorNotSupported; }
+int prepare_fa3() { return cudaSuccess; }
+}  // namespace msl
+#endif
+
 namespace msl::bridge {
 namespace {
 // The runtime remembers a failed call; a later, innocent one would report it. What the caller is told is
@@ -33,6 +42,8 @@ MSL_OPERATION(unpooler, DenseParams)
 MSL_OPERATION(router_planes, DenseParams)
 MSL_OPERATION(qk_norm_rope_append, QkNormRopeAppendParams)
 MSL_OPERATION(attention, AttentionParams)
+MSL_OPERATION(fa3_schedule, Fa3AttentionParams)
+MSL_OPERATION(fa3_attention, Fa3AttentionParams)
 MSL_OPERATION(out_norm_gate, OutNormGateParams)
 MSL_OPERATION(attn_boundary, AttnBoundaryParams)
 MSL_OPERATION(router, RouterParams)
@@ -56,7 +67,7 @@ int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionPa
 
 int32_t prepare_all() {
   for (int (*prepare)() : {prepare_dense, prepare_attention, prepare_residual, prepare_moe, prepare_experts,
-                            prepare_collective, prepare_peer}) {
+                            prepare_collective, prepare_peer, prepare_fa3}) {
     if (const int code = prepare()) return told(code);
   }
   return cudaSuccess;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "include/fa3.h"
 #include "include/params.h"
 #include "include/peer.h"
 #include "rust/cxx.h"
@@ -20,6 +21,8 @@ int32_t router_planes(const DenseParams& params, const Launch& launch);
 int32_t qk_norm_rope_append(const QkNormRopeAppendParams& params, const Launch& launch);
 int32_t attention(const AttentionParams& params, const Launch& launch);
 int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionParams& attention, const Launch& launch);
+int32_t fa3_schedule(const Fa3AttentionParams& params, const Launch& launch);
+int32_t fa3_attention(const Fa3AttentionParams& params, const Launch& launch);
 int32_t out_norm_gate(const OutNormGateParams& params, const Launch& launch);
 int32_t attn_boundary(const AttnBoundaryParams& params, const Launch& launch);
 int32_t router(const RouterParams& params, const Launch& launch);

@@ -33,6 +33,15 @@ rust::String layouts() {
   FIELD(AttentionParams, table_width); FIELD(AttentionParams, page_log2); FIELD(AttentionParams, tokens);
   FIELD(AttentionParams, requests); FIELD(AttentionParams, max_q_len); FIELD(AttentionParams, window);
   FIELD(AttentionParams, splits); FIELD(AttentionParams, tiled); FIELD(AttentionParams, softmax_scale);
+  BEGIN(Fa3AttentionParams);
+  FIELD(Fa3AttentionParams, q_half); FIELD(Fa3AttentionParams, q); FIELD(Fa3AttentionParams, k_cache);
+  FIELD(Fa3AttentionParams, v_cache); FIELD(Fa3AttentionParams, page_table); FIELD(Fa3AttentionParams, cache_seqlens);
+  FIELD(Fa3AttentionParams, cu_seqlens_q); FIELD(Fa3AttentionParams, k_scale); FIELD(Fa3AttentionParams, v_scale);
+  FIELD(Fa3AttentionParams, out); FIELD(Fa3AttentionParams, lse); FIELD(Fa3AttentionParams, acc);
+  FIELD(Fa3AttentionParams, acc_lse); FIELD(Fa3AttentionParams, metadata); FIELD(Fa3AttentionParams, pages);
+  FIELD(Fa3AttentionParams, table_stride); FIELD(Fa3AttentionParams, table_width); FIELD(Fa3AttentionParams, page_log2);
+  FIELD(Fa3AttentionParams, tokens); FIELD(Fa3AttentionParams, requests); FIELD(Fa3AttentionParams, max_q_len);
+  FIELD(Fa3AttentionParams, window); FIELD(Fa3AttentionParams, splits); FIELD(Fa3AttentionParams, softmax_scale);
   BEGIN(OutNormGateParams);
   FIELD(OutNormGateParams, acc); FIELD(OutNormGateParams, lse); FIELD(OutNormGateParams, tiled_out);
   FIELD(OutNormGateParams, gate); FIELD(OutNormGateParams, v_scale); FIELD(OutNormGateParams, out);

@@ -60,6 +60,7 @@ typedef struct msl_tensor {
 typedef struct msl_layer msl_layer;
 typedef struct msl_plan msl_plan;
 typedef struct msl_workspace msl_workspace;
+typedef struct msl_scheduler_metadata msl_scheduler_metadata;
 
 /* ---- layer ------------------------------------------------------------------------------------------- */
 
@@ -107,7 +108,7 @@ typedef struct msl_plan_options {
   uint32_t table_width;     /* valid columns of the page table */
   uint32_t page_size;       /* a power of two from 1 to 256 */
   int32_t kind;             /* MSL_FULL or MSL_SLIDING */
-  int32_t engine;           /* MSL_ATTENTION_OWN */
+  int32_t engine;           /* MSL_ATTENTION_OWN, or MSL_ATTENTION_FA3 (with MSL_QUERY_E4M3) where the build has it */
   int32_t query;            /* MSL_QUERY_FP16 or MSL_QUERY_E4M3 */
   uint32_t rank;            /* of TP8/EP8: the unpooler's slice at up to 8 tokens */
   int32_t taps;             /* 1: msl_step.taps may be used */
@@ -124,6 +125,18 @@ void msl_plan_destroy(msl_plan* plan);
 uint64_t msl_plan_workspace_bytes(const msl_plan* plan);
 /* The plan as text, for people; lives as long as the plan. */
 const char* msl_plan_text(const msl_plan* plan);
+
+/* ---- scheduler metadata of MSL_ATTENTION_FA3 ---------------------------------------------------------- */
+
+/* 32-bit words of device memory, 16-byte aligned, that the metadata takes; 0 for other engines. */
+uint64_t msl_plan_metadata_words(const msl_plan* plan);
+/* Queues the kernel that works the schedule of a step's attention out of its lengths (cu_seqlens_q I32 [B + 1],
+ * cache_seqlens I32 [B], on the device) into `memory`. May be captured. The handle may go into the steps of
+ * all layers of a kind that follow on the stream: same requests and query lengths, cache lengths may be others.
+ * It refers to `memory`, which the steps write too. Steps without one prepare their own. */
+msl_status msl_scheduler_metadata_prepare(const msl_plan* plan, const void* cu_seqlens_q, const void* cache_seqlens,
+                                          void* memory, void* stream, msl_scheduler_metadata** metadata);
+void msl_scheduler_metadata_destroy(msl_scheduler_metadata* metadata);
 
 /* ---- workspace --------------------------------------------------------------------------------------- */
 
@@ -177,6 +190,8 @@ typedef struct msl_step {
   void* moe_mix;                /* BF16 [T, 4096]: out of the MoE block, into the final block */
   /* intermediate results wanted by msl_forward; needs a plan with taps = 1 */
   const msl_tap* taps;
+  /* of MSL_ATTENTION_FA3, or null; in any of the calls with an attention block */
+  const msl_scheduler_metadata* scheduler_metadata;
 } msl_step;
 
 /* The whole layer; the collectives are the identity. `stream` is a cudaStream_t. */

@@ -145,6 +145,7 @@ impl GpuEngine<'_> {
             cache_loc: view(loc, DType::I64, &[tokens]),
             cache_seqlens: view(&x.cache_seqlens, DType::I32, &[requests]),
             page_table: view(table, DType::I32, &[requests, self.limits.longest]),
+            scheduler_metadata: None,
         };
         let scale = view(&x.unit_scale, DType::F32, &[1]);
         let cache = |[k, v]: &[Buffer; 2]| -> Result<LayerCache> {

@@ -51,7 +51,7 @@ class Step(_Sized):
         ("table_stride", c_int64)] + [(n, c_void_p) for n in ("k_scale", "v_scale", "k_cache", "v_cache")] + [
         ("pages", c_int64)] + [(n, c_void_p) for n in (
             "stream", "local_start", "num_tokens_non_padded", "topk_ids", "hidden", "stream_out", "attn_out",
-            "stream_after_attn", "moe_mix")] + [("taps", POINTER(Tap))]
+            "stream_after_attn", "moe_mix")] + [("taps", POINTER(Tap)), ("scheduler_metadata", c_void_p)]
 
 
 def library_path():
@@ -96,6 +96,9 @@ def library():
             ("msl_plan_destroy", None, [handle]),
             ("msl_plan_workspace_bytes", c_uint64, [handle]),
             ("msl_plan_text", c_char_p, [handle]),
+            ("msl_plan_metadata_words", c_uint64, [handle]),
+            ("msl_scheduler_metadata_prepare", c_int32, [handle, c_void_p, c_void_p, c_void_p, c_void_p, out]),
+            ("msl_scheduler_metadata_destroy", None, [handle]),
             ("msl_workspace_create", c_int32, [handle, c_uint64, out]),
             ("msl_workspace_wrap", c_int32, [handle, c_void_p, c_uint64, out]),
             ("msl_workspace_destroy", None, [handle]),

@@ -38,11 +38,25 @@ def _scalar(name, t, dtype):
     return _tensor(name, t, dtype, (1,))
 
 
+class SchedulerMetadata:
+    """See Layer.scheduler_metadata. Keeps its device memory: it must outlive the graphs it was captured into."""
+
+    def __init__(self, lib, plan, data, device):
+        words = lib.msl_plan_metadata_words(plan.value)
+        self.memory = torch.empty(max(words, 1), dtype=torch.int32, device=device)
+        requests = data["cache_seqlens"].shape[0]
+        self.handle = native.Handle(
+            "scheduler_metadata", lib.msl_scheduler_metadata_prepare, plan.value,
+            _tensor("cu_seqlens_q", data["cu_seqlens_q"], torch.int32, (requests + 1,)),
+            _tensor("cache_seqlens", data["cache_seqlens"], torch.int32, (requests,)), self.memory.data_ptr(),
+            torch.cuda.current_stream(device).cuda_stream)
+
+
 class Layer:
     """A decoder layer.
 
     weights: torch tensors on one GPU, named as the reference's; read here only, not kept.
-    query: "fp16" or "e4m3". rank: this GPU's rank of TP8/EP8 (the unpooler's slice at up to 8 tokens).
+    engine: "own", or "fa3" where the library has it (query "e4m3" then). query: "fp16" or "e4m3". rank: this GPU's rank of TP8/EP8 (the unpooler's slice at up to 8 tokens).
     taps: names (or True: all) of intermediate results that each call leaves in `self.tapped`.
     dependent_launch: programmatic dependent launch between the step's kernels.
 
@@ -51,10 +65,12 @@ class Layer:
     outlive the graphs it was captured into.
     """
 
-    def __init__(self, weights, *, query="fp16", rank=0, taps=(), dependent_launch=True, synchronize=False):
-        if query not in ("fp16", "e4m3"):
-            raise ValueError(f"query: wanted fp16 or e4m3, got {query}")
-        self._query, self._rank = query, rank
+    def __init__(self, weights, *, engine="own", query="fp16", rank=0, taps=(), dependent_launch=True,
+                 synchronize=False):
+        for name, given, wanted in (("engine", engine, ("own", "fa3")), ("query", query, ("fp16", "e4m3"))):
+            if given not in wanted:
+                raise ValueError(f"{name}: wanted {' or '.join(wanted)}, got {given}")
+        self._engine, self._query, self._rank = engine, query, rank
         self._dependent_launch, self._synchronize = dependent_launch, synchronize
         self._taps = tuple(TAPS) if taps is True else tuple(taps)
         for name in self._taps:
@@ -91,7 +107,7 @@ class Layer:
         if found is None:
             options = native.PlanOptions(
                 tokens=tokens, requests=requests, max_q_len=max_q_len, table_width=table_width, page_size=page_size,
-                kind=int(sliding), query=int(self._query == "e4m3"), rank=self._rank, taps=int(bool(self._taps)),
+                kind=int(sliding), engine=int(self._engine == "fa3"), query=int(self._query == "e4m3"), rank=self._rank, taps=int(bool(self._taps)),
                 plain_launch=int(not self._dependent_launch), synchronize=int(self._synchronize))
             lib = self._lib
             plan = native.Handle("plan", lib.msl_plan_create, self._layer.value, ctypes.byref(options))
@@ -119,9 +135,15 @@ class Layer:
         plan, _ = self._plan(*self._shape(data))
         return self._lib.msl_plan_text(plan.value).decode()
 
+    def scheduler_metadata(self, data):
+        """The engine fa3's schedule for a step like `data`, queued on the current stream (a capture takes it
+        in): for the calls of all layers of a kind that follow on the stream."""
+        plan, _ = self._plan(*self._shape(data))
+        return SchedulerMetadata(self._lib, plan, data, self.device)
+
     # ---- steps -----------------------------------------------------------------------------------------
 
-    def _attention_fields(self, data, tokens, requests, page_size):
+    def _attention_fields(self, data, tokens, requests, page_size, metadata=None):
         table, k, v = data["page_table"], data["k_cache"], data["v_cache"]
         if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
             raise ValueError(f"page_table: wanted rows of columns next to each other, got strides {table.stride()}")
@@ -136,7 +158,8 @@ class Layer:
             table_stride=table.stride(0) if requests > 1 else table.shape[1],
             k_scale=_scalar("k_scale", data["k_scale"], torch.float32),
             v_scale=_scalar("v_scale", data["v_scale"], torch.float32),
-            k_cache=_tensor("k_cache", k, FP8, pool), v_cache=_tensor("v_cache", v, FP8, pool), pages=k.shape[0])
+            k_cache=_tensor("k_cache", k, FP8, pool), v_cache=_tensor("v_cache", v, FP8, pool), pages=k.shape[0],
+            scheduler_metadata=None if metadata is None else metadata.handle.value)
 
     def _moe_fields(self, data, tokens):
         padded = data.get("num_tokens_non_padded")
@@ -157,26 +180,27 @@ class Layer:
         native.check(getattr(self._lib, f"msl_{call}")(self._layer.value, plan.value, workspace.value, ctypes.byref(step),
                                                        *more, stream))
 
-    def __call__(self, data):
+    def __call__(self, data, scheduler_metadata=None):
         """One step: (hidden BF16 [T, 8192], stream FP32 [T, 8192], topk_ids INT32 [T, 8]). The cache in
-        `data` gets the step's entries."""
+        `data` gets the step's entries. scheduler_metadata: from the method of that name, or absent."""
         shape = self._shape(data)
         tokens, requests, _, _, page_size, _ = shape
         hidden, stream, topk_ids = self._outputs(tokens)
         taps = {n: torch.empty((tokens, *TAPS[n][1]), dtype=TAPS[n][0], device=self.device) for n in self._taps}
         wanted = (native.Tap * max(len(taps), 1))(*((n.encode(), t.data_ptr()) for n, t in taps.items()))
-        self._run("forward", shape, **self._attention_fields(data, tokens, requests, page_size),
+        self._run("forward", shape, **self._attention_fields(data, tokens, requests, page_size, scheduler_metadata),
                   **self._moe_fields(data, tokens), hidden=None if hidden is None else hidden.data_ptr(),
                   stream_out=stream.data_ptr(), topk_ids=topk_ids.data_ptr(), tap_count=len(taps), taps=wanted)
         self.tapped = taps
         return hidden, stream, topk_ids
 
-    def attention_block(self, data):
+    def attention_block(self, data, scheduler_metadata=None):
         """The first segment: attn_out BF16 [T, 8192], to be summed over the ranks."""
         shape = self._shape(data)
         tokens, requests, _, _, page_size, _ = shape
         attn_out = torch.empty((tokens, HIDDEN), dtype=torch.bfloat16, device=self.device)
-        self._run("attention_block", shape, **self._attention_fields(data, tokens, requests, page_size),
+        self._run("attention_block", shape,
+                  **self._attention_fields(data, tokens, requests, page_size, scheduler_metadata),
                   attn_out=attn_out.data_ptr())
         return attn_out
 

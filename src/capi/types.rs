@@ -5,6 +5,7 @@
 use crate::error::{Error, Result};
 use crate::layer::DecoderLayer;
 use crate::plan::Plan;
+use crate::scheduler::SchedulerMetadata;
 use crate::workspace::Workspace;
 use std::cell::RefCell;
 use std::ffi::{c_char, c_void, CStr, CString};
@@ -208,6 +209,7 @@ pub struct MslStep {
     pub stream_after_attn: *mut c_void,
     pub moe_mix: *mut c_void,
     pub taps: *const MslTap,
+    pub scheduler_metadata: *const MslSchedulerMetadata,
 }
 
 impl Sized32 for MslLayerOptions {
@@ -219,12 +221,15 @@ impl Sized32 for MslPlanOptions {
 }
 impl Sized32 for MslStep {
     const NAME: &'static str = "msl_step";
+    const FIRST: usize = offset_of!(MslStep, scheduler_metadata);
 }
 
 /// `msl_layer`.
 pub struct MslLayer(pub(super) DecoderLayer);
 /// `msl_workspace`.
 pub struct MslWorkspace(pub(super) Workspace);
+/// `msl_scheduler_metadata`.
+pub struct MslSchedulerMetadata(pub(super) SchedulerMetadata);
 /// `msl_plan`, with its text.
 pub struct MslPlan {
     pub(super) plan: Plan,
@@ -237,5 +242,30 @@ pub(super) unsafe fn destroy<T>(ptr: *mut T) {
     if !ptr.is_null() {
         // SAFETY: the caller's promise. A panic in a destructor ends here.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(unsafe { Box::from_raw(ptr) })));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `msl_step` grew by its last field: a caller of the header before that goes on, a shorter one is refused.
+    #[test]
+    fn an_older_step_is_taken() {
+        // SAFETY: an all-zero step is a value of it.
+        let mut step: MslStep = unsafe { std::mem::zeroed() };
+        step.pages = 7;
+        step.scheduler_metadata = std::ptr::dangling();
+        step.struct_size = MslStep::FIRST as u32;
+        // SAFETY: the step is longer than its first field says.
+        let older = unsafe { take(&step) }.unwrap();
+        assert_eq!((older.pages, older.scheduler_metadata), (7, std::ptr::null()));
+        step.struct_size -= 8;
+        // SAFETY: as above.
+        let text = unsafe { take(&step) }.map(|_| ()).unwrap_err().to_string();
+        assert_eq!(text, format!("msl_step.struct_size: wanted at least {}, got {}", MslStep::FIRST, step.struct_size));
+        step.struct_size = size_of::<MslStep>() as u32;
+        // SAFETY: as above.
+        assert_eq!(unsafe { take(&step) }.unwrap().scheduler_metadata, step.scheduler_metadata);
     }
 }

@@ -382,6 +382,7 @@ impl DeviceStep {
                 k_scale: views[7].clone(),
                 v_scale: views[8].clone(),
                 cache: PagedKvCache::new(k, v).expect("a cache"),
+                scheduler_metadata: None,
             },
             stream: views[1].clone(),
             local_start: views[9].clone(),

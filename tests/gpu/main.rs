@@ -11,6 +11,8 @@ mod checkpoint;
 mod collective;
 mod edges;
 mod exact;
+#[cfg(feature = "fa3")]
+mod fa3;
 mod faults;
 mod harness;
 mod interop;

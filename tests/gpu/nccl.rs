@@ -201,6 +201,7 @@ fn two_ranks_of_a_stack(#[values(1, 8, 64)] tokens: usize) {
             cache_loc: first.attention.cache_loc.clone(),
             cache_seqlens: first.attention.cache_seqlens.clone(),
             page_table: first.attention.page_table.clone(),
+            scheduler_metadata: None,
         };
         let cache = |on: &DeviceStep| LayerCache {
             cache: on.input.attention.cache.clone(),

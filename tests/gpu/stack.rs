@@ -70,6 +70,7 @@ impl OnDevice {
             cache_loc: step.input.attention.cache_loc.clone(),
             cache_seqlens: step.input.attention.cache_seqlens.clone(),
             page_table: step.input.attention.page_table.clone(),
+            scheduler_metadata: None,
         };
         let cache = |step: &DeviceStep| LayerCache {
             cache: step.input.attention.cache.clone(),

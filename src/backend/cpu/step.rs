@@ -2,6 +2,7 @@
 
 use crate::config::{check_page_size, LayerConfig, LayerKind, QueryPrecision, Taps};
 use crate::error::{Error, Result};
+use crate::plan::AttentionEngine;
 use half::bf16;
 
 /// How the step's tokens belong to requests, and where their keys and values live. Arrays as the CUDA
@@ -124,6 +125,8 @@ pub struct StepInput<'a> {
 pub struct StepOptions {
     pub kind: LayerKind,
     pub query: QueryPrecision,
+    /// The attention engine; the CPU has its own only and takes no notice.
+    pub engine: AttentionEngine,
     /// Which slice of the unpooler this rank computes at few tokens.
     pub rank: usize,
     /// Do not store tokens whose `cache_loc` is 0 (runtimes that use slot 0 as a sink).
@@ -132,9 +135,9 @@ pub struct StepOptions {
 }
 
 impl StepOptions {
-    /// Rank 0, nothing skipped, no taps.
+    /// The own engine, rank 0, nothing skipped, no taps.
     pub fn new(kind: LayerKind, query: QueryPrecision) -> StepOptions {
-        StepOptions { kind, query, rank: 0, skip_slot_zero: false, taps: Taps::None }
+        StepOptions { kind, query, engine: AttentionEngine::Own, rank: 0, skip_slot_zero: false, taps: Taps::None }
     }
 }
 

@@ -34,6 +34,7 @@ mod ffi {
         type DenseParams = crate::backend::cuda::params::DenseParams;
         type QkNormRopeAppendParams = crate::backend::cuda::params::QkNormRopeAppendParams;
         type AttentionParams = crate::backend::cuda::params::AttentionParams;
+        type Fa3AttentionParams = crate::backend::cuda::params::Fa3AttentionParams;
         type OutNormGateParams = crate::backend::cuda::params::OutNormGateParams;
         type AttnBoundaryParams = crate::backend::cuda::params::AttnBoundaryParams;
         type RouterParams = crate::backend::cuda::params::RouterParams;
@@ -62,6 +63,8 @@ mod ffi {
             attention: &AttentionParams,
             launch: &Launch,
         ) -> Result<i32>;
+        unsafe fn fa3_schedule(params: &Fa3AttentionParams, launch: &Launch) -> Result<i32>;
+        unsafe fn fa3_attention(params: &Fa3AttentionParams, launch: &Launch) -> Result<i32>;
         unsafe fn out_norm_gate(params: &OutNormGateParams, launch: &Launch) -> Result<i32>;
         unsafe fn attn_boundary(params: &AttnBoundaryParams, launch: &Launch) -> Result<i32>;
         unsafe fn router(params: &RouterParams, launch: &Launch) -> Result<i32>;
@@ -137,6 +140,8 @@ operations! {
     router_planes(DenseParams),
     qk_norm_rope_append(QkNormRopeAppendParams),
     attention(AttentionParams),
+    fa3_schedule(Fa3AttentionParams),
+    fa3_attention(Fa3AttentionParams),
     out_norm_gate(OutNormGateParams),
     attn_boundary(AttnBoundaryParams),
     router(RouterParams),

@@ -6,7 +6,7 @@
 
 use crate::backend::cuda::model as m;
 use crate::config::{LayerKind, WeightKind};
-use crate::plan::{AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan};
+use crate::plan::{AttentionEngine, AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan};
 
 /// Up to this many tokens the dense projections take the skinny kernel (weights on M, tokens on N): at 128 it
 /// runs a chain of the four in 63 us, the tiled kernel in 75.
@@ -46,6 +46,14 @@ const TILED_SPLIT_TOKENS: u32 = 640;
 /// Keys, and query tokens, of a tile of the tiled attention kernel.
 const KEY_TILE: u64 = 128;
 const QUERY_TILE: u64 = 24;
+
+/// Keys, and (token, head) rows, of a tile of FlashAttention-3.
+const FA3_KEY_TILE: u64 = 160;
+const FA3_ROW_TILE: u32 = 192;
+/// The most splits of FlashAttention-3 that there is a combine kernel for.
+pub const FA3_MAX_SPLITS: u32 = 64;
+/// Tokens times splits of FlashAttention-3: 4 KB of partials each.
+const FA3_SPLIT_TOKENS: u32 = 1 << 14;
 
 /// The launches of a step for `key` on a device of `sm_count` multiprocessors.
 pub fn choose(key: &PlanKey, experts: WeightKind, sm_count: u32) -> Launches {
@@ -139,9 +147,14 @@ fn attention(key: &PlanKey, sm_count: u32) -> AttentionPlan {
     if window > 0 {
         keys = keys.min(window as u64 + key.max_q_len as u64);
     }
+    if key.engine == AttentionEngine::Fa3 {
+        let splits = fa3_splits(key, keys, sm_count);
+        return AttentionPlan { engine: key.engine, tiled: false, append: false, splits, window, kv_scratch_bytes: 0 };
+    }
+    let engine = AttentionEngine::Own;
     if tiled {
         let kv_scratch_bytes = tiled_scratch(key, keys, window);
-        return AttentionPlan { tiled, append: false, splits: 1, window, kv_scratch_bytes };
+        return AttentionPlan { engine, tiled, append: false, splits: 1, window, kv_scratch_bytes };
     }
     // One wave over all requests: two CTAs a SM of the decode kernel, one of the verify kernel, which takes
     // tiles of 8 query tokens. No split of fewer keys than are worth a CTA.
@@ -149,7 +162,18 @@ fn attention(key: &PlanKey, sm_count: u32) -> AttentionPlan {
     let wave = if key.max_q_len <= 1 { 2 * sm_count } else { sm_count };
     let useful = keys.div_ceil(KEYS_PER_SPLIT).clamp(1, MAX_KV_SPLITS as u64) as u32;
     let splits = (wave / tiles).clamp(1, useful);
-    AttentionPlan { tiled, append: key.max_q_len <= 1, splits, window, kv_scratch_bytes: 0 }
+    AttentionPlan { engine, tiled, append: key.max_q_len <= 1, splits, window, kv_scratch_bytes: 0 }
+}
+
+/// A bound: the metadata gives each request its own number, from the lengths, so that all requests together
+/// fill the SMs. One request of short queries can use one CTA a SM; a request whose query tiles fill the SMs
+/// uses none, and the kernel without splits is the quicker one.
+fn fa3_splits(key: &PlanKey, keys: u64, sm_count: u32) -> u32 {
+    let query_tiles = (key.max_q_len * (m::Q_HEADS / m::KV_HEADS)).div_ceil(FA3_ROW_TILE).max(1);
+    let wave = sm_count / (query_tiles * m::KV_HEADS);
+    let useful = keys.div_ceil(FA3_KEY_TILE).clamp(1, FA3_MAX_SPLITS as u64) as u32;
+    let memory = FA3_SPLIT_TOKENS / key.tokens.max(1);
+    wave.min(memory).clamp(1, useful)
 }
 
 /// What `csrc/attention/attention_tiled_plan.h` carves, rounded up: FP16 tiles of every visible key (K and V
@@ -276,6 +300,21 @@ mod tests {
                 assert!(bound.is_some() || e.passes <= 2);
             }
         }
+    }
+
+    #[test]
+    fn fa3_splits_are_bounded_by_tiles_keys_and_memory() {
+        let splits = |key: PlanKey| {
+            let a = attention(&PlanKey { engine: AttentionEngine::Fa3, ..key }, SMS);
+            assert!(!a.tiled && a.kv_scratch_bytes == 0 && (1..=FA3_MAX_SPLITS).contains(&a.splits));
+            a.splits
+        };
+        assert_eq!(splits(PlanKey::decode(1, 131_072)), 64);
+        assert_eq!(splits(PlanKey::decode(1, 160 * 5)), 5, "a split holds a tile of keys at least");
+        assert_eq!(splits(PlanKey { kind: LayerKind::Sliding, ..PlanKey::decode(1, 131_072) }), 13);
+        assert_eq!(splits(PlanKey::decode(512, 131_072)), 32, "64 MiB of partials");
+        assert_eq!(splits(PlanKey::block(1, 200, 8392)), 7);
+        assert_eq!(splits(PlanKey::block(1, 8192, 16_384)), 1);
     }
 
     #[test]

@@ -52,6 +52,7 @@ macro_rules! params {
     (@id DenseParams) => { type_id!("msl::DenseParams") };
     (@id QkNormRopeAppendParams) => { type_id!("msl::QkNormRopeAppendParams") };
     (@id AttentionParams) => { type_id!("msl::AttentionParams") };
+    (@id Fa3AttentionParams) => { type_id!("msl::Fa3AttentionParams") };
     (@id OutNormGateParams) => { type_id!("msl::OutNormGateParams") };
     (@id AttnBoundaryParams) => { type_id!("msl::AttnBoundaryParams") };
     (@id RouterParams) => { type_id!("msl::RouterParams") };
@@ -132,6 +133,33 @@ params! {
         window: i32,
         splits: i32,
         tiled: i32,
+        softmax_scale: f32,
+    }
+    /// `msl::Fa3AttentionParams` of `csrc/include/fa3.h`.
+    struct Fa3AttentionParams {
+        q_half: *const c_void,
+        q: *mut c_void,
+        k_cache: *const c_void,
+        v_cache: *const c_void,
+        page_table: *const i32,
+        cache_seqlens: *const i32,
+        cu_seqlens_q: *const i32,
+        k_scale: *const f32,
+        v_scale: *const f32,
+        out: *mut c_void,
+        lse: *mut f32,
+        acc: *mut f32,
+        acc_lse: *mut f32,
+        metadata: *mut i32,
+        pages: i64,
+        table_stride: i64,
+        table_width: i32,
+        page_log2: i32,
+        tokens: i32,
+        requests: i32,
+        max_q_len: i32,
+        window: i32,
+        splits: i32,
         softmax_scale: f32,
     }
     /// `msl::OutNormGateParams`.

@@ -3,7 +3,7 @@
 use crate::bench::SCHEMA;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use muse_spark_layer::synthetic::{Dist, Spread, StepSpec};
-use muse_spark_layer::{LayerConfig, LayerKind, PlanKey, QueryPrecision};
+use muse_spark_layer::{AttentionEngine, LayerConfig, LayerKind, PlanKey, QueryPrecision};
 use std::path::PathBuf;
 
 /// One Muse Spark Open decoder layer, on a Hopper GPU or on the CPU.
@@ -92,6 +92,9 @@ pub struct StepArgs {
     /// What queries are rounded to: fp16 or e4m3 (CPU: also fp32, bf16).
     #[arg(long, default_value = "fp16")]
     pub query: QueryPrecision,
+    /// The attention engine on CUDA: own, or fa3 (needs --query e4m3 and a build with the feature).
+    #[arg(long, default_value = "own")]
+    pub engine: AttentionEngine,
 }
 
 impl StepArgs {
@@ -111,6 +114,7 @@ impl StepArgs {
             page_size: self.page as u32,
             kind: self.kind,
             query: self.query,
+            engine: self.engine,
             ..PlanKey::block(self.batch as u32, self.q_len as u32, width as u32)
         }
     }
@@ -173,6 +177,9 @@ pub struct BenchArgs {
     /// Also time each operation of a step by itself.
     #[arg(long)]
     pub kernels: bool,
+    /// The attention engine: own, or fa3 (with E4M3 queries; in a build with the feature).
+    #[arg(long, default_value = "own")]
+    pub engine: AttentionEngine,
     /// Compare with a recorded JSON; exit code 1 where a case is slower.
     #[arg(long, value_name = "FILE")]
     pub baseline: Option<PathBuf>,

@@ -53,7 +53,12 @@ pub fn env(args: &EnvArgs) -> Result<bool> {
     if let Some(gpu) = gpus.iter().find(|g| g.capability != "9.0") {
         problem = Some(format!("{} has compute capability {}; the kernels need 9.0", gpu.name, gpu.capability));
     }
-    let features = [("cli", true), ("png", cfg!(feature = "png")), ("cuda", cfg!(feature = "cuda"))];
+    let features = [
+        ("cli", true),
+        ("png", cfg!(feature = "png")),
+        ("cuda", cfg!(feature = "cuda")),
+        ("fa3", cfg!(feature = "fa3")),
+    ];
     let report = EnvReport {
         version: env!("CARGO_PKG_VERSION"),
         features: features.into_iter().filter_map(|(name, on)| on.then_some(name)).collect(),

@@ -6,7 +6,7 @@ use crate::bench::kernels::{self, Keys};
 use crate::report;
 use crate::run::report_error;
 use muse_spark_layer::plan::RouterForm;
-use muse_spark_layer::{LayerConfig, Plan, Result};
+use muse_spark_layer::{AttentionEngine, LayerConfig, Plan, Result};
 
 /// What the operations of a chain reach, fitted to the recorded cases: memory, tensor cores (their times add up: an
 /// operation near the roof's ridge overlaps them badly), and what a stage costs beyond both.
@@ -48,7 +48,11 @@ fn operations(plan: &Plan) -> Vec<(&'static str, String)> {
     if l.attention.append {
         list.push(("append_attention", splits));
     } else {
-        list.extend([("qk_norm_rope_append", String::new()), ("attention", splits)]);
+        list.push(("qk_norm_rope_append", String::new()));
+        match l.attention.engine {
+            AttentionEngine::Own => list.push(("attention", splits)),
+            AttentionEngine::Fa3 => list.extend([("fa3_schedule", String::new()), ("fa3_attention", splits)]),
+        }
     }
     let router = if l.router.form == RouterForm::Rows { "router" } else { "router_planes" };
     let experts = format!("{}, {}-token kernel", l.experts.weight_kind, if l.experts.few { "few" } else { "many" });

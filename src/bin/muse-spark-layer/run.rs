@@ -103,7 +103,7 @@ pub fn simulate(args: &RunArgs, taps: Taps) -> Result<Ran> {
     progress.set_message("making the step's inputs");
     let mut local_start = args.local_start.unwrap_or(0);
     let mut step = synthetic::step(&config, &args.step.spec(local_start), args.seed)?;
-    let options = StepOptions { taps, ..StepOptions::new(args.step.kind, args.step.query) };
+    let options = StepOptions { taps, engine: args.step.engine, ..StepOptions::new(args.step.kind, args.step.query) };
     let mut forward = |local_start: i32| -> Result<(StepOutput, f64)> {
         step.input.local_start = local_start;
         let mut cache = step.cache.clone();

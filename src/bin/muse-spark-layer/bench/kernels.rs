@@ -3,7 +3,7 @@
 
 use super::floor::{Load, EXPERT_BYTES};
 use muse_spark_layer::plan::DensePlan;
-use muse_spark_layer::{LayerConfig, LayerKind, Plan};
+use muse_spark_layer::{AttentionEngine, LayerConfig, LayerKind, Plan};
 
 /// What the attention of one input sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -48,9 +48,13 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
     let bytes = |bytes: f64| Cost { bytes, flops: 0.0 };
     let logits = 4.0 * tokens * experts * f64::from(l.router.splits);
     // Per query head and split: 64 sums and 2 statistics; the tiled kernel writes the result itself.
-    let partials = match l.attention.tiled {
-        true => 4.0 * tokens * q,
-        false => 4.0 * tokens * f64::from(l.attention.splits) * config.q_heads as f64 * (config.head_dim + 2) as f64,
+    // FlashAttention-3 hands on BF16; its partials come and go inside it.
+    let partials = match (l.attention.engine, l.attention.tiled) {
+        (AttentionEngine::Fa3, _) => 2.0 * tokens * q,
+        (AttentionEngine::Own, true) => 4.0 * tokens * q,
+        (AttentionEngine::Own, false) => {
+            4.0 * tokens * f64::from(l.attention.splits) * config.q_heads as f64 * (config.head_dim + 2) as f64
+        }
     };
     let weight = dim * dim * EXPERT_BYTES * load.experts;
     let y = load.routes * dim * if l.experts.w2_splits > 1 { 4.0 * f64::from(l.experts.w2_splits) } else { 2.0 };
@@ -62,7 +66,7 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
     match operation {
         "qkv_gate" => dense(&l.qkv_gate),
         "qk_norm_rope_append" => bytes(appended + queries),
-        "attention" => Cost { bytes: attention + queries, flops: 4.0 * keys.pairs * q },
+        "attention" | "fa3_attention" => Cost { bytes: attention + queries, flops: 4.0 * keys.pairs * q },
         "append_attention" => Cost { bytes: appended + attention, flops: 4.0 * keys.pairs * q },
         "out_norm_gate" => bytes(partials + tokens * (4.0 * q + 2.0 * q)),
         "o" => dense(&l.o),

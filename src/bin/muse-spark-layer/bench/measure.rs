@@ -12,7 +12,10 @@ use muse_spark_layer::backend::cuda::graph::{Event, Graph, L2Flush, OwnedStream}
 use muse_spark_layer::backend::cuda::resident::{ResidentCache, ResidentStep};
 use muse_spark_layer::backend::cuda::Device;
 use muse_spark_layer::synthetic::{self, StepSpec};
-use muse_spark_layer::{Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, Plan, PlanKey, Result, Workspace};
+use muse_spark_layer::{
+    AttentionEngine, Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, Plan, PlanKey, QueryPrecision,
+    Result, Workspace,
+};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -36,6 +39,7 @@ struct Bench {
     chains: Vec<Vec<DecoderLayer>>,
     /// By place in the chain.
     caches: Vec<Arc<ResidentCache>>,
+    engine: AttentionEngine,
     reps: usize,
     seed: u64,
 }
@@ -59,6 +63,7 @@ pub fn measure(args: &BenchArgs, cases: &[Case]) -> Result<Report> {
         device: bench.device.name().into(),
         sms: bench.device.sm_count(),
         cuda_driver: format!("{}.{}", driver / 1000, driver % 1000 / 10),
+        engine: args.engine.to_string(),
         layers: args.layers,
         reps: args.reps,
         seed: args.seed,
@@ -93,7 +98,17 @@ impl Bench {
         let caches = caches?;
         let stream = OwnedStream::new(&device)?;
         let flush = L2Flush::new(&stream)?;
-        Ok(Bench { config, device, stream, flush, chains, caches, reps: args.reps.max(1), seed: args.seed })
+        Ok(Bench {
+            config,
+            device,
+            stream,
+            flush,
+            chains,
+            caches,
+            engine: args.engine,
+            reps: args.reps.max(1),
+            seed: args.seed,
+        })
     }
 
     /// Two events with nothing between them.
@@ -114,7 +129,11 @@ impl Bench {
     }
 
     fn case(&self, case: &Case, with_kernels: bool) -> Result<CaseResult> {
-        let plan = self.chain(0)[0].plan(case.key())?;
+        let query = match self.engine {
+            AttentionEngine::Own => QueryPrecision::Fp16,
+            AttentionEngine::Fa3 => QueryPrecision::E4m3,
+        };
+        let plan = self.chain(0)[0].plan(PlanKey { engine: self.engine, query, ..case.key() })?;
         let workspace = RefCell::new(self.chain(0)[0].workspace(&plan)?);
         let (mut inputs, mut loads, mut keys) = (Vec::new(), vec![Load::default(); self.caches.len()], Keys::default());
         let n = case.inputs();

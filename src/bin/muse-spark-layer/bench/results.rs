@@ -15,6 +15,9 @@ pub struct Report {
     pub device: String,
     pub sms: u32,
     pub cuda_driver: String,
+    /// The attention engine.
+    #[serde(default = "own")]
+    pub engine: String,
     pub layers: usize,
     pub reps: usize,
     pub seed: u64,
@@ -22,6 +25,11 @@ pub struct Report {
     pub event_us: f64,
     pub cases: Vec<CaseResult>,
     pub geometric_means: Vec<Mean>,
+}
+
+/// Records from before there was a choice.
+fn own() -> String {
+    "own".into()
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -66,7 +74,7 @@ pub struct Mean {
 pub const SCHEMA: &str = "\
 JSON (--json, --record), times in microseconds:
   schema           1
-  version, device, sms, cuda_driver, layers, reps, seed   what was measured, and how
+  version, device, sms, cuda_driver, engine, layers, reps, seed   what was measured, and how
   event_us         two events with nothing between them: contained in every kernel's time
   cases[]          case, phase (decode, verify, prefill), tokens
     us             of one layer: the mean over inputs of each one's median
@@ -233,6 +241,7 @@ mod tests {
             device: "a GPU".into(),
             sms: 132,
             cuda_driver: "13.0".into(),
+            engine: own(),
             layers: 1,
             reps: 30,
             seed: 1,

@@ -9,7 +9,7 @@ use plotters::prelude::*;
 fn color(operation: &str) -> RGBColor {
     match operation {
         "qkv_gate" | "o" => RGBColor(0x4c, 0x8b, 0xc8),
-        "attention" | "append_attention" => RGBColor(0x2c, 0x8c, 0x5c),
+        "attention" | "append_attention" | "fa3_schedule" | "fa3_attention" => RGBColor(0x2c, 0x8c, 0x5c),
         "qk_norm_rope_append" | "out_norm_gate" => RGBColor(0x8c, 0xc8, 0xa0),
         "pooler" | "unpooler" => RGBColor(0x7a, 0x6f, 0xc0),
         "w13" | "w2" => RGBColor(0xd6, 0x6a, 0x2e),
