@@ -24,6 +24,8 @@ endif
 FA3 ?= 0
 FEATURES = $(if $(filter-out 0,$(CUDA)),--features nccl$(if $(filter-out 0,$(FA3)),$(COMMA)fa3))
 COMMA := ,
+# What everything is built with: one set, so that everything compiles once.
+ALL_FEATURES = $(FEATURES) --features dlpack
 
 # Cargo shows nothing of a running build script; ours writes a line for each finished step to descriptor 9.
 SHOW_PROGRESS = exec 9>&2; export MUSE_SPARK_PROGRESS=1;
@@ -33,24 +35,24 @@ SHOW_PROGRESS = exec 9>&2; export MUSE_SPARK_PROGRESS=1;
 
 run: bring-for-cuda
 	@$(if $(FEATURES),,echo "make: no Hopper GPU asked for or found: building for the CPU")
-	$(SHOW_PROGRESS) $(CARGO) run $(FEATURES) --bin muse-spark-layer -- run $(ARGS)
+	$(SHOW_PROGRESS) $(CARGO) run $(ALL_FEATURES) --bin muse-spark-layer -- run $(ARGS)
 
 test: bring-for-cuda
-	$(SHOW_PROGRESS) $(CARGO) test $(FEATURES) $(ARGS)
+	$(SHOW_PROGRESS) $(CARGO) test $(ALL_FEATURES) $(ARGS)
 
 # Clippy never shares its build script run with `cargo test`, so the kernels are left out of it.
 lint:
 	$(CARGO) fmt --check
-	MUSE_SPARK_SKIP_KERNELS=1 $(CARGO) clippy --all-targets $(FEATURES) -- -D warnings
+	MUSE_SPARK_SKIP_KERNELS=1 $(CARGO) clippy --all-targets $(ALL_FEATURES) -- -D warnings
 
 fmt:
 	$(CARGO) fmt
 
 doc: bring-for-cuda
-	$(SHOW_PROGRESS) RUSTDOCFLAGS="$(RUSTDOCFLAGS) -D warnings" $(CARGO) doc --no-deps $(FEATURES)
+	$(SHOW_PROGRESS) RUSTDOCFLAGS="$(RUSTDOCFLAGS) -D warnings" $(CARGO) doc --no-deps $(ALL_FEATURES)
 
 bench: bring-for-cuda
-	$(SHOW_PROGRESS) $(CARGO) run $(FEATURES) --bin muse-spark-layer -- bench $(ARGS)
+	$(SHOW_PROGRESS) $(CARGO) run $(ALL_FEATURES) --bin muse-spark-layer -- bench $(ARGS)
 
 bring:
 	$(PYTHON) third_party/bring.py

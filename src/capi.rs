@@ -15,7 +15,7 @@ use crate::config::{LayerConfig, LayerKind, QueryPrecision, Taps, WeightKind};
 use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
 use crate::layer::{Backend, DecoderLayer};
-use crate::plan::{AttentionEngine, Plan, PlanKey};
+use crate::plan::{AttentionEngine, Plan, PlanKey, ShortRequests};
 use crate::scheduler::{Lengths, SchedulerMetadata};
 use crate::step::{
     AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, FfnInput, FinalInput, FinalOutput, MoeInput, MoeOutput, Tap,
@@ -164,6 +164,11 @@ fn key(o: &MslPlanOptions) -> Result<PlanKey> {
         tokens: o.tokens,
         requests: o.requests,
         max_q_len: o.max_q_len,
+        short: (o.short_requests > 0).then_some(ShortRequests {
+            requests: o.short_requests,
+            tokens: o.short_tokens,
+            max_q_len: o.short_max_q_len,
+        }),
         table_width: o.table_width,
         page_size: o.page_size,
         kind: choice("kind", o.kind, &[LayerKind::Full, LayerKind::Sliding])?,

@@ -45,7 +45,7 @@ pub use config::{LayerConfig, LayerKind, QueryPrecision, Taps, WeightKind};
 pub use error::{Error, Result};
 pub use kv_cache::PagedKvCache;
 pub use layer::{Backend, DecoderLayer};
-pub use plan::{AttentionEngine, Plan, PlanKey};
+pub use plan::{AttentionEngine, Plan, PlanKey, ShortRequests};
 pub use scheduler::SchedulerMetadata;
 pub use stack::{DecoderStack, PerKind, StackInput, StackOutput, StackPlan};
 pub use step::{DeviceInput, DeviceOutput, DeviceTaps, Tap};

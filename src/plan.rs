@@ -54,6 +54,19 @@ impl std::str::FromStr for AttentionEngine {
     }
 }
 
+/// The last requests of a mixed batch, which have few tokens each: decode rows and verify blocks behind prefill
+/// chunks. Their attention takes the kernels made for them; without this all requests take the longest one's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ShortRequests {
+    /// How many: fewer than all.
+    pub requests: u32,
+    /// Rows of the step from the first of them on, padding behind them included: `cu_seqlens_q` of the first of
+    /// them is the step's tokens less these.
+    pub tokens: u32,
+    /// Bound on the query length of each, at most 16.
+    pub max_q_len: u32,
+}
+
 /// The steps a plan is for. Steps of one key may differ in lengths, positions, pages, scales and
 /// activations: those are read on the device.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -64,6 +77,9 @@ pub struct PlanKey {
     pub requests: u32,
     /// Bound on a request's query length (cut to `tokens` in the plan).
     pub max_q_len: u32,
+    /// The short requests that stand behind long ones, if there are both.
+    #[serde(default)]
+    pub short: Option<ShortRequests>,
     /// Valid columns of the page table.
     pub table_width: u32,
     /// Tokens a cache page holds: a power of two from 1 to 256.
@@ -95,6 +111,7 @@ impl PlanKey {
             tokens: requests,
             requests,
             max_q_len: 1,
+            short: None,
             table_width,
             page_size: 1,
             kind: LayerKind::Full,
@@ -147,6 +164,24 @@ impl PlanKey {
                 wanted: format!("at least tokens / requests = {} / {}", self.tokens, self.requests),
                 got: self.max_q_len.to_string(),
             });
+        }
+        if let Some(short) = &self.short {
+            let fewer = |what: &str, all: u32, got: u32| {
+                if (1..all).contains(&got) {
+                    return Ok(());
+                }
+                let wanted = format!("some of the {all} there are, not all");
+                Err(Error::Value { what: what.into(), wanted, got: got.to_string() })
+            };
+            fewer("short.requests", self.requests, short.requests)?;
+            fewer("short.tokens", self.tokens, short.tokens)?;
+            if !(1..=heuristics::SPLIT_ATTENTION_Q_LEN).contains(&short.max_q_len) {
+                return Err(Error::Value {
+                    what: "short.max_q_len".into(),
+                    wanted: format!("1 to {}", heuristics::SPLIT_ATTENTION_Q_LEN),
+                    got: short.max_q_len.to_string(),
+                });
+            }
         }
         if self.route_bound == Some(0) {
             return Err(Error::Value { what: "route_bound".into(), wanted: "at least 1".into(), got: "0".into() });
@@ -246,7 +281,11 @@ pub struct ExpertPlan {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Launches {
     pub qkv_gate: DensePlan,
+    /// Of all requests, or of the long ones.
     pub attention: AttentionPlan,
+    /// Of the key's short requests.
+    #[serde(default)]
+    pub short_attention: Option<AttentionPlan>,
     pub o: DensePlan,
     pub router: RouterPlan,
     pub pooler: DensePlan,
@@ -279,6 +318,9 @@ impl Plan {
             key.validate_cuda()?;
         }
         key.max_q_len = key.max_q_len.min(key.tokens);
+        if key.max_q_len <= heuristics::SPLIT_ATTENTION_Q_LEN || key.engine == AttentionEngine::Fa3 {
+            key.short = None; // All take the same kernel anyway.
+        }
         let launches = heuristics::choose(&key, experts, sm_count.max(1));
         Ok(Plan::with_launches(key, launches, sm_count))
     }
@@ -306,7 +348,10 @@ impl Plan {
         if self.key.tokens == 0 {
             0
         } else {
-            11 + attention - u32::from(self.launches.attention.append) + 4 * self.launches.experts.passes
+            let l = &self.launches;
+            // Short requests add an attention and a join.
+            let short = 2 * u32::from(l.short_attention.is_some());
+            11 + attention + short - u32::from(l.attention.append) + 4 * l.experts.passes
         }
     }
 }
@@ -347,6 +392,11 @@ impl fmt::Display for Plan {
         };
         let append = if a.append { "with append, " } else { "" };
         writeln!(f, "  attention  {append}{form}, window {}, kv scratch {} bytes", a.window, a.kv_scratch_bytes)?;
+        if let (Some(short), Some(a)) = (&k.short, &l.short_attention) {
+            let ShortRequests { requests, tokens, max_q_len } = short;
+            write!(f, "  attention  of the last {requests} requests ({tokens} tokens, q_len <= {max_q_len}): ")?;
+            writeln!(f, "split, at most {} a request", a.splits)?;
+        }
         writeln!(f, "  o          {}", l.o)?;
         writeln!(f, "  router     {:?}, splits {}", l.router.form, l.router.splits)?;
         writeln!(f, "  pooler     {}", l.pooler)?;

@@ -216,6 +216,10 @@ impl DecoderStack {
                 return Err(Error::Plan { field, planned, got });
             }
         }
+        if full.short != sliding.short {
+            let planned = format!("{:?} for full layers", full.short);
+            return Err(Error::Plan { field: "short", planned, got: format!("{:?} for sliding ones", sliding.short) });
+        }
         let mut plan = StackPlan { plans: Vec::new(), of_layer: Vec::new(), workspace_bytes: 0 };
         let mut kinds = Vec::new();
         for (kind, layer) in &self.layers {

@@ -143,6 +143,7 @@ impl Layout {
         let (bound, passes) = (l.experts.route_bound as u64, l.experts.passes);
         let fa3 = u64::from(l.attention.engine == AttentionEngine::Fa3);
         let (split, tiled) = if l.attention.tiled { (0, 1) } else { (l.attention.splits as u64, 0) };
+        let split = l.short_attention.as_ref().map_or(split, |short| split.max(short.splits as u64));
         let slice = m::UNPOOL_SLICE as u64;
         let (own_split, fa3_split) = if fa3 == 0 { (split, 0) } else { (0, if split > 1 { split } else { 0 }) };
         let y_f32 = l.experts.w2_splits > 1;
@@ -351,7 +352,7 @@ fn too_small(wanted: u64, got: u64) -> Error {
 mod tests {
     use super::*;
     use crate::config::{LayerKind, WeightKind};
-    use crate::plan::PlanKey;
+    use crate::plan::{PlanKey, ShortRequests};
 
     fn plans() -> Vec<Plan> {
         let mut plans = Vec::new();
@@ -359,6 +360,11 @@ mod tests {
             for (q_len, kind) in [(1, LayerKind::Full), (tokens, LayerKind::Sliding)] {
                 let requests = if q_len == 1 { tokens } else { 1 };
                 let key = PlanKey { tokens, kind, max_q_len: q_len.min(tokens), ..PlanKey::decode(requests, 4000) };
+                plans.push(Plan::new(key, WeightKind::Nvfp4, 132).unwrap());
+            }
+            if tokens > 64 {
+                let short = Some(ShortRequests { requests: 9, tokens: 40, max_q_len: 8 });
+                let key = PlanKey { tokens, max_q_len: tokens, short, ..PlanKey::decode(12, 4000) };
                 plans.push(Plan::new(key, WeightKind::Nvfp4, 132).unwrap());
             }
         }
@@ -389,7 +395,8 @@ mod tests {
             let (t, l) = (plan.key.tokens as u64, &plan.launches);
             assert_eq!(bytes("qkv"), l.qkv_gate.splits as u64 * t * 2304 * 4);
             assert_eq!(bytes("ffn_input"), t * 3 * 8192 * 2);
-            assert_eq!(bytes("acc") + bytes("lse") > 0, !l.attention.tiled && t > 0);
+            let split = !l.attention.tiled || l.short_attention.is_some();
+            assert_eq!(bytes("acc") + bytes("lse") > 0, split && t > 0);
             assert_eq!(bytes("tiled_out"), if l.attention.tiled { t * 4096 } else { 0 });
             assert_eq!(bytes("accumulate") > 0, l.experts.passes > 1);
             assert_eq!(

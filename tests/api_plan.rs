@@ -1,7 +1,7 @@
 //! Plans: limits by name, printing, and that they survive serialisation.
 
 use muse_spark_layer::plan::{MAX_REQUESTS, MAX_TOKENS};
-use muse_spark_layer::{AttentionEngine, LayerKind, Plan, PlanKey, QueryPrecision, WeightKind};
+use muse_spark_layer::{AttentionEngine, LayerKind, Plan, PlanKey, QueryPrecision, ShortRequests, WeightKind};
 use rstest::rstest;
 
 fn plan(key: PlanKey) -> Plan {
@@ -104,4 +104,27 @@ fn workspaces_stay_in_proportion() {
     assert!(mib(PlanKey::decode(1, 131072)) < 8, "{}", mib(PlanKey::decode(1, 131072)));
     assert!(mib(PlanKey::decode(256, 8192)) < 128, "{}", mib(PlanKey::decode(256, 8192)));
     assert!(mib(PlanKey::block(1, 16384, 24576)) < 6144, "{}", mib(PlanKey::block(1, 16384, 24576)));
+}
+
+#[test]
+fn short_requests_are_the_last_of_a_longer_batch() {
+    let of = |short| {
+        let key =
+            PlanKey { tokens: 576, requests: 65, max_q_len: 512, short: Some(short), ..PlanKey::decode(65, 9000) };
+        Plan::new(key, WeightKind::Nvfp4, 132)
+    };
+    let good = ShortRequests { requests: 64, tokens: 64, max_q_len: 1 };
+    let plan = of(good).unwrap();
+    assert!(plan.launches.attention.tiled && plan.launches.short_attention.is_some());
+    assert!(plan.to_string().contains("of the last 64 requests (64 tokens, q_len <= 1)"), "{plan}");
+    let refused = |short| of(short).unwrap_err().to_string();
+    let text = refused(ShortRequests { requests: 65, ..good });
+    assert_eq!(text, "short.requests: wanted some of the 65 there are, not all, got 65");
+    let text = refused(ShortRequests { tokens: 576, ..good });
+    assert_eq!(text, "short.tokens: wanted some of the 576 there are, not all, got 576");
+    assert_eq!(refused(ShortRequests { max_q_len: 17, ..good }), "short.max_q_len: wanted 1 to 16, got 17");
+    // Where all are short there is one kernel for all.
+    let key = PlanKey { tokens: 72, requests: 65, max_q_len: 8, short: Some(good), ..PlanKey::decode(65, 9000) };
+    let plan = Plan::new(key, WeightKind::Nvfp4, 132).unwrap();
+    assert_eq!((plan.key.short, plan.launches.short_attention), (None, None));
 }

@@ -21,7 +21,7 @@ fields! {
     "msl_layer_options" MslLayerOptions { struct_size, device, experts, dimensions }
     "msl_plan_options" MslPlanOptions {
         struct_size, tokens, requests, max_q_len, table_width, page_size, kind, engine, query, rank, taps,
-        plain_launch, route_bound, skip_slot_zero, synchronize
+        plain_launch, route_bound, skip_slot_zero, synchronize, short_requests, short_tokens, short_max_q_len
     }
     "msl_tap" MslTap { name, data }
     "msl_step" MslStep {

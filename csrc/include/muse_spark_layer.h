@@ -116,6 +116,11 @@ typedef struct msl_plan_options {
   uint32_t route_bound;     /* local routes a pass of the experts holds; 0: chosen */
   int32_t skip_slot_zero;   /* 1: tokens with cache_loc 0 store nothing */
   int32_t synchronize;      /* 1: debugging: wait after each operation and name the one that failed */
+  /* A mixed batch: its last requests, of at most short_max_q_len (1 to 16) tokens each, behind longer ones. Their
+   * attention takes the kernels for few tokens; with 0 all requests take the longest one's. */
+  uint32_t short_requests;  /* fewer than all; 0: none */
+  uint32_t short_tokens;    /* T - cu_seqlens_q[B - short_requests] */
+  uint32_t short_max_q_len;
 } msl_plan_options;
 
 /* Decides every launch of the steps that fit the options. Plans are plain data: any thread may use one. */

@@ -38,7 +38,8 @@ class PlanOptions(_Sized):
     _fields_ = [("struct_size", c_uint32)] + [(n, c_uint32) for n in (
         "tokens", "requests", "max_q_len", "table_width", "page_size")] + [
         ("kind", c_int32), ("engine", c_int32), ("query", c_int32), ("rank", c_uint32), ("taps", c_int32),
-        ("plain_launch", c_int32), ("route_bound", c_uint32), ("skip_slot_zero", c_int32), ("synchronize", c_int32)]
+        ("plain_launch", c_int32), ("route_bound", c_uint32), ("skip_slot_zero", c_int32), ("synchronize", c_int32),
+        ("short_requests", c_uint32), ("short_tokens", c_uint32), ("short_max_q_len", c_uint32)]
 
 
 class Tap(ctypes.Structure):

@@ -173,6 +173,9 @@ pub struct MslPlanOptions {
     pub route_bound: u32,
     pub skip_slot_zero: i32,
     pub synchronize: i32,
+    pub short_requests: u32,
+    pub short_tokens: u32,
+    pub short_max_q_len: u32,
 }
 
 #[repr(C)]
@@ -218,6 +221,7 @@ impl Sized32 for MslLayerOptions {
 }
 impl Sized32 for MslPlanOptions {
     const NAME: &'static str = "msl_plan_options";
+    const FIRST: usize = offset_of!(MslPlanOptions, short_requests);
 }
 impl Sized32 for MslStep {
     const NAME: &'static str = "msl_step";

@@ -128,6 +128,7 @@ fn padded(step: &SyntheticStep, requests: usize, padding: &Padding) -> Synthetic
 #[case("verify-17", LayerKind::Sliding)]
 #[case("prefill-333", LayerKind::Full)]
 #[case("mixed", LayerKind::Sliding)]
+#[case("behind", LayerKind::Full)]
 fn padding_rows_touch_nobody(#[case] name: &str, #[case] kind: LayerKind) {
     let Some(gpu) = gpu("batch::padding_rows_touch_nobody") else { return };
     let gpu = &*gpu;
@@ -165,7 +166,9 @@ fn padding_rows_touch_nobody(#[case] name: &str, #[case] kind: LayerKind) {
 
 /// Tokens past `cu_seqlens_q`'s end belong to nobody: no key, and the others' bits stay.
 #[rstest]
-fn tokens_of_no_request(#[values("decode-33", "verify-17", "prefill-333", "mixed", "padded-2600")] name: &str) {
+fn tokens_of_no_request(
+    #[values("decode-33", "verify-17", "prefill-333", "mixed", "behind", "padded-2600")] name: &str,
+) {
     let Some(gpu) = gpu("batch::tokens_of_no_request") else { return };
     let kind = LayerKind::Full;
     let mut step = synthetic::step(&gpu.config, &spec(name, kind), 82).expect("a step");
@@ -231,7 +234,7 @@ fn slot_zero_is_skipped_by_choice(#[values("decode-8", "verify-3", "prefill-65")
 
 /// Rows of the page table further apart than its width, anything between them.
 #[rstest]
-fn table_rows_may_be_apart(#[values("decode-33", "verify-3", "prefill-333", "mixed")] name: &str) {
+fn table_rows_may_be_apart(#[values("decode-33", "verify-3", "prefill-333", "behind")] name: &str) {
     let Some(gpu) = gpu("batch::table_rows_may_be_apart") else { return };
     let kind = LayerKind::Sliding;
     let mut step = synthetic::step(&gpu.config, &spec(name, kind), 86).expect("a step");

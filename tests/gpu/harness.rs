@@ -173,6 +173,8 @@ pub fn spec(name: &str, kind: LayerKind) -> StepSpec {
         "ragged" => StepSpec { q_lens: vec![1, 8, 0, 40, 1], ..uniform(5, 1, 300, 1) },
         // Prefill chunks among decode rows, verify blocks and requests that have nothing to do.
         "mixed" => mixed(StepSpec { q_lens: vec![1, 0, 8, 1, 130, 1, 8, 0, 40, 1, 1], ..uniform(11, 1, 300, 16) }),
+        // Short requests of all sorts behind long ones: they take their own form of the attention.
+        "behind" => mixed(StepSpec { q_lens: vec![130, 40, 1, 8, 0, 1, 16, 3, 1], ..uniform(9, 1, 300, 16) }),
         // Enough query tiles that the tiled attention does not split keys.
         "padded-2600" => uniform(2, 1300, 40, 1),
         other => panic!("no step called {other}"),

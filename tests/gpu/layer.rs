@@ -92,7 +92,17 @@ fn both(gpu: MutexGuard<Gpu>, spec: &StepSpec, query: QueryPrecision, rank: usiz
 
 #[rstest]
 fn whole(
-    #[values("decode-1", "decode-9", "decode-33", "verify-3", "prefill-65", "prefill-333", "ragged", "mixed")]
+    #[values(
+        "decode-1",
+        "decode-9",
+        "decode-33",
+        "verify-3",
+        "prefill-65",
+        "prefill-333",
+        "ragged",
+        "mixed",
+        "behind"
+    )]
     name: &str,
     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
     #[values(QueryPrecision::Fp16, QueryPrecision::E4m3)] query: QueryPrecision,

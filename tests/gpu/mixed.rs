@@ -6,14 +6,14 @@ use muse_spark_layer::backend::cuda::graph::{Event, L2Flush, OwnedStream};
 use muse_spark_layer::backend::cuda::resident::{ResidentCache, ResidentStep};
 use muse_spark_layer::routing::busiest_start;
 use muse_spark_layer::synthetic::{self, StepSpec};
-use muse_spark_layer::{LayerKind, PlanKey};
+use muse_spark_layer::{LayerKind, PlanKey, ShortRequests};
 use std::cell::RefCell;
 use std::io::Write;
 use std::sync::Arc;
 
 const REPLAYS: usize = 11;
 /// Rows of the pool that all steps share: more than any of them lists.
-const POOL_ROWS: usize = 66 * 33_300;
+const POOL_ROWS: usize = 65 * (32_768 + 8192);
 
 struct Timer<'a> {
     gpu: &'a Gpu,
@@ -31,6 +31,11 @@ impl Timer<'_> {
         let key = PlanKey {
             tokens: input.positions.len() as u32,
             max_q_len: q_lens.iter().copied().max().unwrap_or(1) as u32,
+            short: (q_lens.len() > 1 && q_lens[0] > q_lens[1]).then(|| ShortRequests {
+                requests: q_lens.len() as u32 - 1,
+                tokens: (input.positions.len() - q_lens[0]) as u32,
+                max_q_len: q_lens[1] as u32,
+            }),
             kind,
             ..PlanKey::decode(q_lens.len() as u32, input.table_width as u32)
         };

@@ -49,7 +49,7 @@ macro_rules! tests {
                     #[values(
                         "decode-1", "decode-1-empty", "decode-3", "decode-8", "decode-9", "decode-33", "decode-64",
                         "decode-130", "verify-1", "verify-3", "verify-17", "verify-20", "block-3", "prefill-65",
-                        "prefill-200", "prefill-333", "prefill-1000", "ragged", "mixed"
+                        "prefill-200", "prefill-333", "prefill-1000", "ragged", "mixed", "behind"
                     )]
                     step: &str,
                     #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,

@@ -6,7 +6,9 @@
 
 use crate::backend::cuda::model as m;
 use crate::config::{LayerKind, WeightKind};
-use crate::plan::{AttentionEngine, AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan};
+use crate::plan::{
+    AttentionEngine, AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan, ShortRequests,
+};
 
 /// Up to this many tokens the dense projections take the skinny kernel (weights on M, tokens on N): at 128 it
 /// runs a chain of the four in 63 us, the tiled kernel in 75.
@@ -33,6 +35,8 @@ pub const ROUTER_PLANES_SPLITS: u32 = 16;
 pub const MAX_KV_SPLITS: u32 = 128;
 /// Keys a KV split should at least hold: below, the join costs more than the split saves.
 const KEYS_PER_SPLIT: u64 = 64;
+/// Partials of short requests behind long ones may take this much scratch.
+const SHORT_PARTIAL_BYTES: u64 = 256 << 20;
 /// Query tokens of a tile of the verify kernel.
 const VERIFY_TOKENS: u32 = 8;
 /// Tokens of a tile of the tiled dense kernel.
@@ -60,7 +64,8 @@ pub fn choose(key: &PlanKey, experts: WeightKind, sm_count: u32) -> Launches {
     let tokens = key.tokens;
     Launches {
         qkv_gate: qkv_gate(tokens, sm_count),
-        attention: attention(key, sm_count),
+        attention: attention(&long_requests(key), sm_count),
+        short_attention: key.short.map(|short| short_attention(key, &short, sm_count)),
         o: o(tokens, sm_count),
         router: router(tokens, sm_count),
         pooler: pooler(tokens, sm_count),
@@ -137,6 +142,28 @@ fn router(tokens: u32, sm_count: u32) -> RouterPlan {
     }
     let wanted = (sm_count / tokens.div_ceil(TILED_TOKENS)).clamp(ROUTER_PLANES_SPLITS, 32);
     RouterPlan { form: RouterForm::Planes, splits: 1 << wanted.ilog2() }
+}
+
+/// The key less its short requests.
+fn long_requests(key: &PlanKey) -> PlanKey {
+    let (tokens, requests) = key.short.map_or((0, 0), |short| (short.tokens, short.requests));
+    PlanKey { tokens: key.tokens - tokens, requests: key.requests - requests, short: None, ..key.clone() }
+}
+
+/// Partials are indexed by the step's rows, of which the short requests' are a part: splits as for a step of them
+/// alone, as far as that fits.
+fn short_attention(key: &PlanKey, short: &ShortRequests, sm_count: u32) -> AttentionPlan {
+    let alone = PlanKey {
+        tokens: short.tokens,
+        requests: short.requests,
+        max_q_len: short.max_q_len,
+        short: None,
+        ..key.clone()
+    };
+    let plan = attention(&alone, sm_count);
+    let row = m::Q_HEADS as u64 * (m::HEAD_DIM as u64 + 2) * 4;
+    let fitting = (SHORT_PARTIAL_BYTES / (row * key.tokens as u64)).max(1) as u32;
+    AttentionPlan { splits: plan.splits.min(fitting), append: false, ..plan }
 }
 
 fn attention(key: &PlanKey, sm_count: u32) -> AttentionPlan {
@@ -315,6 +342,32 @@ mod tests {
         assert_eq!(splits(PlanKey::decode(512, 131_072)), 32, "64 MiB of partials");
         assert_eq!(splits(PlanKey::block(1, 200, 8392)), 7);
         assert_eq!(splits(PlanKey::block(1, 8192, 16_384)), 1);
+    }
+
+    #[test]
+    fn short_requests_behind_long_ones_take_their_own_kernel() {
+        let of = |key: &PlanKey| choose(key, WeightKind::Nvfp4, SMS);
+        for (chunk, requests, q_len) in [(512, 64, 1), (100, 16, 8), (2048, 40, 1)] {
+            let block = PlanKey::block(requests, q_len, 9000);
+            let short = ShortRequests { requests, tokens: block.tokens, max_q_len: q_len };
+            let alone = PlanKey { tokens: chunk, max_q_len: chunk, ..PlanKey::decode(1, 9000) };
+            let mixed =
+                PlanKey { tokens: chunk + block.tokens, requests: 1 + requests, short: Some(short), ..alone.clone() };
+            let (l, long, block) = (of(&mixed), of(&alone), of(&block));
+            assert_eq!(l.attention, long.attention, "the chunk's, as if it were alone");
+            let got = l.short_attention.expect("short requests");
+            assert_eq!(got, AttentionPlan { append: false, ..block.attention });
+            // Without the hint: everyone's keys are gathered for the tiled kernel.
+            let one = of(&PlanKey { short: None, ..mixed });
+            assert!(
+                one.short_attention.is_none() && one.attention.kv_scratch_bytes > 3 * long.attention.kv_scratch_bytes
+            );
+        }
+        // Partials of few requests behind very many rows stay within bounds.
+        let short = ShortRequests { requests: 1, tokens: 1, max_q_len: 1 };
+        let key =
+            PlanKey { tokens: 16384, requests: 2, max_q_len: 16383, short: Some(short), ..PlanKey::decode(2, 131072) };
+        assert!((1..=8).contains(&of(&key).short_attention.expect("short requests").splits));
     }
 
     #[test]

@@ -3,13 +3,14 @@
 #![allow(unsafe_code)]
 
 use crate::backend::cpu::{Cache, StepInput, StepOptions, StepOutput, TapValues};
+use crate::backend::cuda::heuristics::SPLIT_ATTENTION_Q_LEN;
 use crate::backend::cuda::{Buffer, Device};
 use crate::collective::Collective;
 use crate::config::Taps;
 use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
 use crate::layer::DecoderLayer;
-use crate::plan::{Plan, PlanKey};
+use crate::plan::{Plan, PlanKey, ShortRequests};
 use crate::step::{AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, Tap};
 use crate::stream::Stream;
 use crate::tensor::{DType, DeviceTensor};
@@ -126,10 +127,22 @@ impl Uploads {
 pub fn key(input: &StepInput, tokens: usize, page_size: usize, options: &StepOptions) -> Result<PlanKey> {
     let batch = &input.batch;
     batch.validate(tokens)?;
+    let offsets = batch.cu_seqlens_q;
+    // Short requests at the end, if there is a long one before them.
+    let longest_short = SPLIT_ATTENTION_Q_LEN as i32;
+    let long = offsets.windows(2).rposition(|w| w[1] - w[0] > longest_short);
+    let short =
+        long.map(|last| last + 1).filter(|first| (offsets[*first] as usize) < tokens).map(|first| ShortRequests {
+            requests: (batch.requests() - first) as u32,
+            tokens: (tokens - offsets[first] as usize) as u32,
+            max_q_len: offsets[first..].windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0).max(1) as u32,
+        });
+    let short = short.filter(|short| short.requests > 0);
     let longest = batch.cu_seqlens_q.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0).max(1);
     Ok(PlanKey {
         tokens: tokens as u32,
         max_q_len: (longest as u32).max((tokens as u32).div_ceil(batch.requests().max(1) as u32)).min(tokens as u32),
+        short,
         page_size: page_size as u32,
         kind: options.kind,
         query: options.query,

@@ -8,7 +8,7 @@ use crate::collective::{Collective, Queue};
 use crate::config::{QueryPrecision, WeightKind};
 use crate::error::{Error, Result};
 use crate::layer::After;
-use crate::plan::{AttentionEngine, DensePlan, Plan, RouterForm};
+use crate::plan::{AttentionEngine, AttentionPlan, DensePlan, Plan, RouterForm};
 use crate::scheduler::Lengths;
 use crate::step::Args;
 use crate::stream::Stream;
@@ -27,6 +27,16 @@ pub(crate) struct Step<'a> {
     pub ranks: &'a dyn Collective,
     /// Called after each operation is queued, with its name.
     pub after: Option<&'a After<'a>>,
+}
+
+/// Requests of a step that take one form of the attention.
+struct AttentionPart<'a> {
+    plan: &'a AttentionPlan,
+    first_request: u32,
+    requests: u32,
+    /// Their rows of the step.
+    rows: std::ops::Range<u32>,
+    max_q_len: u32,
 }
 
 /// The model's query factor (5.4730064863875 rounded to FP32) times the head's scale.
@@ -156,15 +166,38 @@ impl Step<'_> {
         self.launched("qk_norm_rope_append", unsafe { bridge::qk_norm_rope_append(&params, &self.launch) })
     }
 
-    fn attention_params(&self) -> AttentionParams {
-        let (a, s, key, l) = (&self.args, &self.scratch, &self.plan.key, &self.plan.launches.attention);
+    /// The requests that take one form of the attention: all of them, or the long ones, then the short ones.
+    fn parts(&self) -> impl Iterator<Item = AttentionPart<'_>> {
+        let (key, l) = (&self.plan.key, &self.plan.launches);
+        let short = key.short.as_ref().zip(l.short_attention.as_ref());
+        let (tokens, requests) = short.map_or((0, 0), |(s, _)| (s.tokens, s.requests));
+        let long = AttentionPart {
+            plan: &l.attention,
+            first_request: 0,
+            requests: key.requests - requests,
+            rows: 0..key.tokens - tokens,
+            max_q_len: key.max_q_len,
+        };
+        let short = short.map(|(s, plan)| AttentionPart {
+            plan,
+            first_request: key.requests - s.requests,
+            requests: s.requests,
+            rows: key.tokens - s.tokens..key.tokens,
+            max_q_len: s.max_q_len,
+        });
+        std::iter::once(long).chain(short)
+    }
+
+    fn attention_params(&self, part: &AttentionPart) -> AttentionParams {
+        let (a, s, key, l) = (&self.args, &self.scratch, &self.plan.key, part.plan);
+        let first = part.first_request as u64;
         AttentionParams {
             q: s.q as *const _,
             k_cache: a.k_cache as *const _,
             v_cache: a.v_cache as *const _,
-            page_table: a.page_table as *const i32,
-            cache_seqlens: a.cache_seqlens as *const i32,
-            cu_seqlens_q: a.cu_seqlens_q as *const i32,
+            page_table: a.page_table.wrapping_add_signed(first as i64 * a.table_stride * 4) as *const i32,
+            cache_seqlens: (a.cache_seqlens + 4 * first) as *const i32,
+            cu_seqlens_q: (a.cu_seqlens_q + 4 * first) as *const i32,
             k_scale: a.k_scale as *const f32,
             v_scale: a.v_scale as *const f32,
             acc: s.acc as *mut f32,
@@ -176,9 +209,10 @@ impl Step<'_> {
             table_stride: a.table_stride,
             table_width: key.table_width as i32,
             page_log2: key.page_size.trailing_zeros() as i32,
-            tokens: self.tokens(),
-            requests: key.requests as i32,
-            max_q_len: key.max_q_len as i32,
+            // Rows are the step's own, by `cu_seqlens_q`: this is where they end.
+            tokens: part.rows.end as i32,
+            requests: part.requests as i32,
+            max_q_len: part.max_q_len as i32,
             window: l.window as i32,
             splits: l.splits as i32,
             tiled: l.tiled as i32,
@@ -186,18 +220,24 @@ impl Step<'_> {
         }
     }
 
-    /// Queries against the cache: splits (decode, verify) or tiles (prefill).
+    /// Queries against the cache: splits (decode, verify) or tiles (prefill); in a mixed step one after the other.
     pub fn attention(&self) -> Result<()> {
-        let params = self.attention_params();
-        // SAFETY: as in `qkv_gate`.
-        self.launched("attention", unsafe { bridge::attention(&params, &self.launch) })
+        self.parts().try_for_each(|part| {
+            let params = self.attention_params(&part);
+            // SAFETY: as in `qkv_gate`.
+            self.launched("attention", unsafe { bridge::attention(&params, &self.launch) })
+        })
     }
 
     /// The two above in one launch (decode), with their bits.
     pub fn append_attention(&self) -> Result<()> {
-        let (append, attention) = (self.append_params(), self.attention_params());
-        // SAFETY: as in `qkv_gate`.
-        self.launched("append_attention", unsafe { bridge::append_attention(&append, &attention, &self.launch) })
+        let append = self.append_params();
+        // Such a plan has one part.
+        self.parts().try_for_each(|part| {
+            let attention = self.attention_params(&part);
+            // SAFETY: as in `qkv_gate`.
+            self.launched("append_attention", unsafe { bridge::append_attention(&append, &attention, &self.launch) })
+        })
     }
 
     /// The scheduler metadata, unless the caller brought one.
@@ -238,23 +278,28 @@ impl Step<'_> {
 
     /// Joins the splits, norms each head, gates: BF16 `[T, 1024]`.
     pub fn out_norm_gate(&self) -> Result<()> {
-        let (s, l) = (&self.scratch, &self.plan.launches.attention);
-        let fa3 = l.engine == AttentionEngine::Fa3;
-        let split = |address: u64| if l.tiled || fa3 { std::ptr::null() } else { address as *const f32 };
-        let params = OutNormGateParams {
-            acc: split(s.acc),
-            lse: split(s.lse),
-            tiled_out: if fa3 { s.fa3_out } else { s.tiled_out } as *const f32,
-            gate: s.gate as *const f32,
-            v_scale: self.args.v_scale as *const f32,
-            out: s.gated as *mut _,
-            attn_core: self.args.attn_core as *mut f32,
-            tokens: self.tokens(),
-            // 0: BF16, joined.
-            splits: if fa3 { 0 } else { l.splits as i32 },
-        };
-        // SAFETY: as in `qkv_gate`.
-        self.launched("out_norm_gate", unsafe { bridge::out_norm_gate(&params, &self.launch) })
+        self.parts().try_for_each(|part| {
+            let (s, l, first) = (&self.scratch, part.plan, part.rows.start as u64);
+            let q_size = m::Q_SIZE as u64;
+            let head_rows = first * m::Q_HEADS as u64 * l.splits as u64;
+            let fa3 = l.engine == AttentionEngine::Fa3;
+            let split = |address: u64| if l.tiled || fa3 { std::ptr::null() } else { address as *const f32 };
+            let attn_core = self.args.attn_core;
+            let params = OutNormGateParams {
+                acc: split(s.acc + head_rows * m::HEAD_DIM as u64 * 4),
+                lse: split(s.lse + head_rows * 8),
+                tiled_out: if fa3 { s.fa3_out } else { s.tiled_out + first * q_size * 4 } as *const f32,
+                gate: (s.gate + first * q_size * 4) as *const f32,
+                v_scale: self.args.v_scale as *const f32,
+                out: (s.gated + first * q_size * 2) as *mut _,
+                attn_core: if attn_core == 0 { 0 } else { attn_core + first * q_size * 4 } as *mut f32,
+                tokens: part.rows.len() as i32,
+                // 0: BF16, joined.
+                splits: if fa3 { 0 } else { l.splits as i32 },
+            };
+            // SAFETY: as in `qkv_gate`.
+            self.launched("out_norm_gate", unsafe { bridge::out_norm_gate(&params, &self.launch) })
+        })
     }
 
     /// BF16 `[T, 1024]` to the rank's partial, BF16 `[T, 8192]`.
