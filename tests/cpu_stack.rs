@@ -231,3 +231,22 @@ fn device_call(
         StackOutput { hidden: None, stream: view(DType::F32, &[1, 8192]), streams: Vec::new(), topk_ids: None };
     stack.forward(plan, workspace, &input, &output, Stream::LEGACY).unwrap_err()
 }
+
+/// Threads use one stack at the same time: each gets what it gets alone.
+#[test]
+fn threads_share_a_stack() {
+    let config = LayerConfig::small();
+    let stack = stack(&config);
+    std::thread::scope(|scope| {
+        for q_lens in [&[1, 1, 1][..], &[8, 0, 8], &[1, 20, 0, 8, 1], &[5]] {
+            let (stack, config) = (&stack, &config);
+            scope.spawn(move || {
+                let (steps, caches) = steps(config, q_lens);
+                let want = run(stack, &steps, &mut caches.clone());
+                for _ in 0..10 {
+                    assert!(run(stack, &steps, &mut caches.clone()) == want);
+                }
+            });
+        }
+    });
+}

@@ -10,8 +10,8 @@ use muse_spark_layer::backend::cuda::graph::{Graph, OwnedStream};
 use muse_spark_layer::backend::cuda::{Buffer, Device};
 use muse_spark_layer::stack::{KindInput, LayerCache};
 use muse_spark_layer::{
-    Backend, DType, DecoderStack, DeviceTensor, PagedKvCache, PerKind, PlanKey, Result, StackInput, StackOutput,
-    StackPlan, Workspace,
+    Backend, DType, DecoderStack, DeviceTensor, PagedKvCache, PerKind, PlanKey, Result, ShortRequests, StackInput,
+    StackOutput, StackPlan, Workspace,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -50,7 +50,6 @@ pub struct GpuEngine<'a> {
     stream: OwnedStream,
     stack: Rc<DecoderStack>,
     workspace: Rc<RefCell<Workspace>>,
-    plans: HashMap<usize, StackPlan>,
     tensors: Tensors,
     limits: Limits,
 }
@@ -95,7 +94,6 @@ impl GpuEngine<'_> {
             stream: OwnedStream::new(device)?,
             workspace: Rc::new(RefCell::new(stack.layers()[0].1.workspace_of(0)?)),
             stack,
-            plans: HashMap::new(),
             tensors,
             limits,
         };
@@ -103,29 +101,45 @@ impl GpuEngine<'_> {
         Ok(engine)
     }
 
-    fn plan(&self, tokens: usize, requests: usize, max_q_len: usize) -> Result<StackPlan> {
+    /// A plan is plain data, made whenever it is wanted.
+    fn plan(
+        &self,
+        tokens: usize,
+        requests: usize,
+        max_q_len: usize,
+        short: Option<ShortRequests>,
+    ) -> Result<StackPlan> {
         self.stack.plan(&PerKind::both(PlanKey {
             tokens: tokens as u32,
             max_q_len: max_q_len as u32,
+            short,
             skip_slot_zero: true,
             ..PlanKey::decode(requests as u32, self.limits.longest as u32)
         }))
     }
 
-    /// Every plan there will be, a workspace for all of them, and the graphs.
+    /// Of a mixed step: chunks of prompts, then `short` requests that have `rows` of the step's rows.
+    fn mixed(&self, tokens: usize, short: usize, rows: usize) -> Result<StackPlan> {
+        let of_short = ShortRequests { requests: short as u32, tokens: rows as u32, max_q_len: 1 };
+        let some = short > 0 && short < self.limits.running && rows > 0 && rows < tokens;
+        self.plan(tokens, self.limits.running, self.limits.chunk, some.then_some(of_short))
+    }
+
+    /// A workspace for every plan there can be, and the graphs.
     fn capture(&mut self) -> Result<()> {
-        let mut sizes = Vec::new();
+        let (mut sizes, mut bytes) = (Vec::new(), 0);
         for (kind, block) in [(StepKind::Decode, 1), (StepKind::Verify, BLOCK)] {
             for requests in self.limits.buckets() {
-                sizes.push((kind as usize, requests, self.plan(requests * block, requests, block)?));
+                let plan = self.plan(requests * block, requests, block, None)?;
+                bytes = plan.workspace_bytes.max(bytes);
+                sizes.push((kind as usize, requests, plan));
             }
         }
         for tokens in LEAST_ROWS..=self.limits.tokens() {
-            let plan = self.plan(tokens, self.limits.running, self.limits.chunk)?;
-            self.plans.insert(tokens, plan);
+            for short in 0..self.limits.running {
+                bytes = self.mixed(tokens, short, 1)?.workspace_bytes.max(bytes);
+            }
         }
-        let plans = sizes.iter().map(|(.., plan)| plan).chain(self.plans.values());
-        let bytes = plans.map(|p| p.workspace_bytes).max().unwrap_or(0);
         self.workspace = Rc::new(RefCell::new(self.stack.layers()[0].1.workspace_of(bytes)?));
         for (kind, requests, plan) in sizes {
             let (input, output) = self.tensors(plan.tokens() as usize, requests)?;
@@ -204,8 +218,10 @@ impl Engine for GpuEngine<'_> {
             Some(graph) => self.stream.replay(graph)?,
             None => {
                 let (input, output) = self.tensors(tokens, batch.requests())?;
-                let (plan, workspace) = (&self.plans[&tokens], &mut self.workspace.borrow_mut());
-                self.stack.forward(plan, workspace, &input, &output, self.stream.stream())?;
+                let rows = tokens - batch.cu_seqlens_q[batch.chunks] as usize;
+                let plan = self.mixed(tokens, batch.requests() - batch.chunks, rows)?;
+                let workspace = &mut self.workspace.borrow_mut();
+                self.stack.forward(&plan, workspace, &input, &output, self.stream.stream())?;
             }
         }
         self.stream.synchronize()?;

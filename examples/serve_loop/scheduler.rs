@@ -84,6 +84,8 @@ pub struct Batch {
     /// `[B, width]`.
     pub page_table: PerKind<Vec<i32>>,
     pub width: usize,
+    /// The first requests that are chunks of prompts; short ones stand behind them.
+    pub chunks: usize,
     /// Requests with rows, in the rows' order.
     requests: Vec<usize>,
 }
@@ -234,17 +236,23 @@ impl Scheduler {
     /// Chunks of prompts up to the limit, and a row of each request that decodes.
     fn mixed(&mut self) -> Batch {
         let mut left = self.limits.chunk;
-        let mut rows = Vec::new();
+        let (mut rows, mut decoding) = (Vec::new(), Vec::new());
         for &r in &self.running {
             let request = &self.requests[r];
             let pending = &request.tokens[request.cached..];
-            // A prompt that gets nothing of this step is in it all the same: a request of length zero.
-            let decodes = pending.len() == 1 && request.cached > 0;
-            let taken = if decodes { 1 } else { pending.len().min(left) };
-            left -= if decodes { 0 } else { taken };
-            rows.push((r, pending[..taken].to_vec()));
+            if pending.len() == 1 && request.cached > 0 {
+                decoding.push((r, pending.to_vec()));
+            } else {
+                // A prompt that gets nothing of this step is in it all the same: a request of length zero.
+                let taken = pending.len().min(left);
+                left -= taken;
+                rows.push((r, pending[..taken].to_vec()));
+            }
         }
-        self.batch(StepKind::Mixed, rows)
+        // Short requests last: their attention takes the kernels made for them.
+        let chunks = rows.len();
+        rows.append(&mut decoding);
+        Batch { chunks, ..self.batch(StepKind::Mixed, rows) }
     }
 
     /// Rows of tokens by request, which get their slots here; graphs are padded to their bucket.
@@ -260,6 +268,7 @@ impl Scheduler {
             cache_loc: PerKind::default(),
             page_table: PerKind::default(),
             width,
+            chunks: 0,
             requests: Vec::new(),
         };
         let table = |batch: &mut Batch, of_full: &[i32], of_sliding: &[i32]| {

@@ -60,6 +60,9 @@ class Layer:
     taps: names (or True: all) of intermediate results that each call leaves in `self.tapped`.
     dependent_launch: programmatic dependent launch between the step's kernels.
 
+    data["config"] is the reference's. In a mixed batch it may say short=(requests, tokens, q_len): that many of the last
+    requests, with that many rows in all, have at most q_len (1 to 16) tokens each, and take their own attention kernels.
+
     Plans and workspaces are made on the first call of a shape, which synchronises: call once before a
     capture, or `prepare`. A workspace serves the calls of one stream at a time, in order. The layer must
     outlive the graphs it was captured into.
@@ -100,15 +103,17 @@ class Layer:
 
     # ---- plans -----------------------------------------------------------------------------------------
 
-    def _plan(self, tokens, requests, max_q_len, table_width, page_size, sliding):
+    def _plan(self, tokens, requests, max_q_len, table_width, page_size, sliding, short):
         """(plan, workspace) for a shape, made on its first use."""
-        key = tokens, requests, max_q_len, table_width, page_size, sliding
+        key = tokens, requests, max_q_len, table_width, page_size, sliding, short
         found = self._plans.get(key)
         if found is None:
             options = native.PlanOptions(
                 tokens=tokens, requests=requests, max_q_len=max_q_len, table_width=table_width, page_size=page_size,
-                kind=int(sliding), engine=int(self._engine == "fa3"), query=int(self._query == "e4m3"), rank=self._rank, taps=int(bool(self._taps)),
-                plain_launch=int(not self._dependent_launch), synchronize=int(self._synchronize))
+                kind=int(sliding), engine=int(self._engine == "fa3"), query=int(self._query == "e4m3"), rank=self._rank,
+                taps=int(bool(self._taps)), plain_launch=int(not self._dependent_launch),
+                synchronize=int(self._synchronize), short_requests=short[0], short_tokens=short[1],
+                short_max_q_len=short[2])
             lib = self._lib
             plan = native.Handle("plan", lib.msl_plan_create, self._layer.value, ctypes.byref(options))
             # One workspace for all shapes of a size class, so that many shapes cost twice the largest.
@@ -124,7 +129,7 @@ class Layer:
         cfg = data["config"]
         tokens, requests = data["attn_input"].shape[0], data["cache_seqlens"].shape[0]
         return (tokens, requests, min(cfg["q_len"], tokens), data["page_table"].shape[1], cfg["page_size"],
-                bool(cfg["window"]))
+                bool(cfg["window"]), tuple(cfg.get("short", (0, 0, 0))))
 
     def prepare(self, data):
         """Makes what a call with `data` needs, so that the call itself neither allocates nor synchronises."""
@@ -184,7 +189,7 @@ class Layer:
         """One step: (hidden BF16 [T, 8192], stream FP32 [T, 8192], topk_ids INT32 [T, 8]). The cache in
         `data` gets the step's entries. scheduler_metadata: from the method of that name, or absent."""
         shape = self._shape(data)
-        tokens, requests, _, _, page_size, _ = shape
+        tokens, requests, _, _, page_size, *_ = shape
         hidden, stream, topk_ids = self._outputs(tokens)
         taps = {n: torch.empty((tokens, *TAPS[n][1]), dtype=TAPS[n][0], device=self.device) for n in self._taps}
         wanted = (native.Tap * max(len(taps), 1))(*((n.encode(), t.data_ptr()) for n, t in taps.items()))
@@ -197,7 +202,7 @@ class Layer:
     def attention_block(self, data, scheduler_metadata=None):
         """The first segment: attn_out BF16 [T, 8192], to be summed over the ranks."""
         shape = self._shape(data)
-        tokens, requests, _, _, page_size, _ = shape
+        tokens, requests, _, _, page_size, *_ = shape
         attn_out = torch.empty((tokens, HIDDEN), dtype=torch.bfloat16, device=self.device)
         self._run("attention_block", shape,
                   **self._attention_fields(data, tokens, requests, page_size, scheduler_metadata),

@@ -93,7 +93,8 @@ fn a_mixed_batch_costs_no_more_than_its_parts() {
             together / (prefill + others)
         );
         let _ = writeln!(std::io::stderr(), "  {line}");
-        if together > prefill + others {
+        // 3% are what medians of a few replays differ by.
+        if together > 1.03 * (prefill + others) {
             slower.push(line);
         }
     }

@@ -166,7 +166,7 @@ impl Step<'_> {
         self.launched("qk_norm_rope_append", unsafe { bridge::qk_norm_rope_append(&params, &self.launch) })
     }
 
-    /// The requests that take one form of the attention: all of them, or the long ones, then the short ones.
+    /// The requests that take one form of the attention: all of them, or the short ones, then the long ones.
     fn parts(&self) -> impl Iterator<Item = AttentionPart<'_>> {
         let (key, l) = (&self.plan.key, &self.plan.launches);
         let short = key.short.as_ref().zip(l.short_attention.as_ref());
@@ -185,7 +185,8 @@ impl Step<'_> {
             rows: key.tokens - s.tokens..key.tokens,
             max_q_len: s.max_q_len,
         });
-        std::iter::once(long).chain(short)
+        // The short ones' kernel starts on an idle device: its CTAs are many and equal.
+        short.into_iter().chain(std::iter::once(long))
     }
 
     fn attention_params(&self, part: &AttentionPart) -> AttentionParams {
