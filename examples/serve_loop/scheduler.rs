@@ -85,6 +85,7 @@ pub struct Batch {
     pub page_table: PerKind<Vec<i32>>,
     pub width: usize,
     /// The first requests that are chunks of prompts; short ones stand behind them.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // The CPU has one attention for all.
     pub chunks: usize,
     /// Requests with rows, in the rows' order.
     requests: Vec<usize>,

@@ -73,7 +73,8 @@ fn a_mixed_batch_costs_no_more_than_its_parts() {
     let stream = OwnedStream::new(&gpu.device).expect("a stream");
     let flush = L2Flush::new(&stream).expect("a flush");
     let timer = Timer { gpu: &gpu, stream, flush, cache: Arc::new(cache) };
-    // Prefill chunk, other requests' query length and number, context of all.
+    // Rows in all (a runtime's budget of a step, a multiple of the projections' tiles), query length and number of the
+    // short requests, context of all.
     let cases = [
         (512, 1, 64, 8192, LayerKind::Full),
         (512, 1, 64, 8192, LayerKind::Sliding),
@@ -84,8 +85,9 @@ fn a_mixed_batch_costs_no_more_than_its_parts() {
         (8192, 1, 64, 8192, LayerKind::Sliding),
     ];
     let mut slower = Vec::new();
-    for (chunk, q_len, requests, ctx, kind) in cases {
+    for (rows, q_len, requests, ctx, kind) in cases {
         let rest = vec![q_len; requests];
+        let chunk: usize = rows - q_len * requests;
         let mixed = [&[chunk], &rest[..]].concat();
         let [together, prefill, others] = [&mixed, &vec![chunk], &rest].map(|q_lens| timer.step(q_lens, ctx, kind));
         let line = format!(
