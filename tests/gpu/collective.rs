@@ -403,9 +403,12 @@ pub fn over_two_ranks<C: Collective>(
         let [mut captured, mut workspace] = [(); 2]
             .map(|()| unsafe { Workspace::from_raw(device, memory.ptr(), memory.bytes()).expect("a workspace") });
         let own = OwnedStream::new(device).expect("a stream");
+        // On one GPU nobody may wait for the context while a rank captures.
+        meeting.wait(rank);
         let graph = own
             .capture_on_thread(|stream| layer.forward_with(&plan, &mut captured, &on.input, &on.output, stream, &ranks))
             .expect("a capture");
+        meeting.wait(rank);
         let mut results = Vec::new();
         for run in 0..6 {
             on.overwrite(step);
