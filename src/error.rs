@@ -10,6 +10,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Everything the crate reports. No panic and no C++ exception crosses the API.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+// Fields are what the messages name: `tensor`, `what` or `field` is at fault, `wanted` and `got` (or `found`) say how.
+#[allow(missing_docs)]
 pub enum Error {
     /// A tensor has another shape than the configuration asks for.
     #[error("{tensor}: wanted shape {wanted:?}, got {got:?}")]

@@ -19,6 +19,8 @@
 //!
 //! Without the feature `cuda` everything but the GPU itself is here: the CPU backend, plans, checks.
 
+#![warn(missing_docs)]
+
 pub mod backend;
 pub mod capi;
 pub mod collective;

@@ -240,7 +240,9 @@ pub enum RouterForm {
 /// The router.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RouterPlan {
+    /// Which kernel.
     pub form: RouterForm,
+    /// Parts that K is cut into; the reader adds them.
     pub splits: u32,
 }
 
@@ -264,6 +266,7 @@ pub struct AttentionPlan {
 /// The experts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExpertPlan {
+    /// The experts' weights.
     pub weight_kind: WeightKind,
     /// The few-token kernel instead of the many-token one.
     pub few: bool,
@@ -280,16 +283,22 @@ pub struct ExpertPlan {
 /// Every launch decision of a step, in the order of the step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Launches {
+    /// Query, key, value and gate rows.
     pub qkv_gate: DensePlan,
     /// Of all requests, or of the long ones.
     pub attention: AttentionPlan,
     /// Of the key's short requests.
     #[serde(default)]
     pub short_attention: Option<AttentionPlan>,
+    /// Output projection of the attention block.
     pub o: DensePlan,
+    /// Router logits.
     pub router: RouterPlan,
+    /// 8192 to 4096.
     pub pooler: DensePlan,
+    /// w13, w2 and their scratch.
     pub experts: ExpertPlan,
+    /// 4096 to 8192, or this rank's slice of it.
     pub unpooler: DensePlan,
 }
 

@@ -32,7 +32,9 @@ use std::ops::Range;
 /// One for each kind of layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PerKind<T> {
+    /// For layers of full attention.
     pub full: T,
+    /// For layers of sliding attention.
     pub sliding: T,
 }
 

@@ -89,6 +89,7 @@ pub struct FinalOutput {
 /// A whole step's inputs.
 #[derive(Clone, Debug)]
 pub struct DeviceInput {
+    /// The first segment's inputs.
     pub attention: AttentionInput,
     /// FP32 `[T, 8192]`: the residual stream.
     pub stream: DeviceTensor,

@@ -161,11 +161,15 @@ pub struct StepSpec {
     pub ctx: usize,
     /// Decides how soft keys are.
     pub kind: LayerKind,
+    /// How the cached lengths differ between requests.
     pub spread: Spread,
+    /// How activations are distributed.
     pub dist: Dist,
     /// Tokens a page: a power of two from 1 to 256.
     pub page_size: usize,
+    /// Scale of the cached keys.
     pub k_scale: f32,
+    /// Scale of the cached values.
     pub v_scale: f32,
     /// The first expert of this rank.
     pub local_start: i32,
@@ -233,7 +237,9 @@ pub struct SyntheticInput {
     pub cache_seqlens: Vec<i32>,
     /// `[B, table_width]`, -1 past a request's last page.
     pub page_table: Vec<i32>,
+    /// Columns of the page table.
     pub table_width: usize,
+    /// First expert of this rank.
     pub local_start: i32,
 }
 
@@ -265,8 +271,11 @@ pub struct SyntheticCache {
     pub k: Vec<u8>,
     /// As `k`.
     pub v: Vec<u8>,
+    /// Tokens a page holds.
     pub page_size: usize,
+    /// Scale of the cached keys.
     pub k_scale: f32,
+    /// Scale of the cached values.
     pub v_scale: f32,
 }
 
@@ -295,7 +304,9 @@ impl SyntheticCache {
 /// A step's inputs and its cache.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SyntheticStep {
+    /// The step's tensors.
     pub input: SyntheticInput,
+    /// The cache before the step.
     pub cache: SyntheticCache,
 }
 

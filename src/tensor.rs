@@ -13,14 +13,19 @@ use std::fmt;
 /// Element types that the layer reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub enum DType {
+    /// IEEE FP32.
     F32,
+    /// bfloat16.
     Bf16,
+    /// IEEE FP16.
     F16,
     /// FP8 E4M3 without infinities, as bytes.
     E4m3,
     /// Bytes; NVFP4 codes are two to a byte, low nibble first.
     U8,
+    /// 32-bit integer.
     I32,
+    /// 64-bit integer.
     I64,
 }
 
@@ -58,12 +63,19 @@ impl fmt::Display for DType {
 /// Elements of a host tensor, owned or borrowed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum HostData<'a> {
+    /// FP32 elements.
     F32(Cow<'a, [f32]>),
+    /// BF16 elements.
     Bf16(Cow<'a, [bf16]>),
+    /// FP16 elements.
     F16(Cow<'a, [f16]>),
+    /// E4M3 bit patterns.
     E4m3(Cow<'a, [u8]>),
+    /// Bytes.
     U8(Cow<'a, [u8]>),
+    /// 32-bit integers.
     I32(Cow<'a, [i32]>),
+    /// 64-bit integers.
     I64(Cow<'a, [i64]>),
 }
 

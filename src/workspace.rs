@@ -31,8 +31,11 @@ struct Carver {
 /// A region of a workspace, by name: for tests and for printing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
+    /// What it holds.
     pub name: &'static str,
+    /// First byte in the workspace.
     pub begin: u64,
+    /// Its size.
     pub bytes: u64,
 }
 

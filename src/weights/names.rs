@@ -6,6 +6,7 @@ use crate::tensor::DType;
 /// One tensor of a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spec {
+    /// The tensor's name.
     pub name: &'static str,
     /// Element types taken, the released one first.
     pub dtypes: &'static [DType],

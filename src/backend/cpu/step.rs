@@ -77,7 +77,9 @@ impl Batch<'_> {
 /// The paged FP8 cache: K and V apart, E4M3 bytes `[pages, page_size, kv_heads, head_dim]`.
 #[derive(Debug)]
 pub struct Cache<'a> {
+    /// Keys, E4M3 bytes `[pages, page_size, kv_heads, head_dim]`.
     pub k: &'a mut [u8],
+    /// Values, as the keys.
     pub v: &'a mut [u8],
     /// Tokens a page holds: a power of two from 1 to 256.
     pub page_size: usize,
@@ -113,6 +115,7 @@ pub struct StepInput<'a> {
     pub stream: &'a [f32],
     /// `[T, hidden]`: the stream after the previous layer's fused norm.
     pub attn_input: &'a [bf16],
+    /// Which tokens belong to which request, and where their cache is.
     pub batch: Batch<'a>,
     /// The first expert of this rank.
     pub local_start: i32,
@@ -123,7 +126,9 @@ pub struct StepInput<'a> {
 /// The choices of a step that a plan makes on CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepOptions {
+    /// Full or sliding attention.
     pub kind: LayerKind,
+    /// What queries are rounded to.
     pub query: QueryPrecision,
     /// The attention engine; the CPU has its own only and takes no notice.
     pub engine: AttentionEngine,
@@ -131,6 +136,7 @@ pub struct StepOptions {
     pub rank: usize,
     /// Do not store tokens whose `cache_loc` is 0 (runtimes that use slot 0 as a sink).
     pub skip_slot_zero: bool,
+    /// Which intermediate results to keep.
     pub taps: Taps,
 }
 

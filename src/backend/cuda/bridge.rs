@@ -13,14 +13,19 @@ mod ffi {
     /// What the runtime says of one device.
     #[derive(Debug, Clone)]
     struct DeviceInfo {
+        /// CUDA device ordinal.
         ordinal: i32,
+        /// As the driver names it.
         name: String,
         /// Compute capability.
         major: i32,
+        /// Its second part.
         minor: i32,
         /// Multiprocessors.
         sm_count: i32,
+        /// Bytes of device memory.
         memory_bytes: u64,
+        /// Bytes of L2 cache.
         l2_bytes: u64,
         /// Shared memory that a block may opt in to.
         shared_bytes_per_block: u64,

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 /// What the configuration says of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct ModelLayer {
+    /// Full or sliding attention.
     pub kind: LayerKind,
     /// Base of the RoPE frequencies; 0 on full layers, which have no RoPE.
     pub rope_theta: f64,
@@ -19,20 +20,35 @@ pub struct ModelLayer {
 /// The text model's dimensions, over all ranks.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct ModelConfig {
+    /// The layers in order.
     pub layers: Vec<ModelLayer>,
+    /// Width of the residual stream.
     pub hidden: usize,
+    /// Width of a head.
     pub head_dim: usize,
+    /// Query heads of the whole model.
     pub q_heads: usize,
+    /// Key and value heads of the whole model.
     pub kv_heads: usize,
+    /// Keys a token of a sliding layer sees, itself included.
     pub window: usize,
+    /// Width of pooled activations and of an expert.
     pub expert_dim: usize,
+    /// Experts of a layer.
     pub n_experts: usize,
+    /// Experts a token goes to.
     pub top_k: usize,
+    /// Factor on normed queries and keys together.
     pub qk_scale_factor: f64,
+    /// Epsilon of the RMS norms.
     pub rms_eps: f64,
+    /// Epsilon of the norms after a block.
     pub post_norm_eps: f64,
+    /// Factor on router logits before the sigmoid.
     pub router_multiplier: f64,
+    /// Factor on the chosen experts' weights.
     pub route_scale: f64,
+    /// Temperature of the residual gates.
     pub residual_temperature: f64,
     /// The quantisation method that the configuration names.
     pub quantization: Option<String>,

@@ -51,6 +51,7 @@ pub struct Part {
     pub source: String,
     /// The file that holds it.
     pub file: PathBuf,
+    /// Element type as the file has it.
     pub dtype: DType,
     /// In the file.
     pub shape: Vec<usize>,

@@ -22,17 +22,27 @@ const CHUNK: usize = 1 << 18;
 /// What to write.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SynthSpec {
+    /// Width of the residual stream.
     pub hidden: usize,
+    /// Width of a head.
     pub head_dim: usize,
+    /// Query heads of the whole model.
     pub q_heads: usize,
+    /// Key and value heads of the whole model.
     pub kv_heads: usize,
+    /// Keys a token of a sliding layer sees, itself included.
     pub window: usize,
+    /// Width of pooled activations and of an expert.
     pub expert_dim: usize,
+    /// Experts of a layer.
     pub n_experts: usize,
+    /// Experts a token goes to.
     pub top_k: usize,
+    /// Layers of the model.
     pub layers: usize,
     /// Whether the first and the last layer keep BF16 experts, as the export does.
     pub bf16_ends: bool,
+    /// Seed of every weight.
     pub seed: u64,
     /// A shard ends when the next tensor would take it past this.
     pub shard_bytes: u64,
