@@ -3,7 +3,7 @@
 
 mod cpu_common;
 
-use cpu_common::{close, exact, layer, rows, run, spec};
+use cpu_common::{close, exact, layer, pairwise, rows, run, spec};
 use half::bf16;
 use muse_spark_layer::backend::cpu::{Cache, CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, Spread, StepSpec, SyntheticCache, SyntheticStep};
@@ -254,4 +254,15 @@ fn pools_past_two_gib(#[values(1, 64)] page_size: usize) {
     let mut small = step.cache.clone();
     assert_eq!(got, one_token(&layer, &step, &mut small.view(), kind));
     assert!(k[offset..] == small.k && v[offset..] == small.v, "the new entry is where it belongs");
+}
+
+/// The same call twice gives the same bits.
+#[rstest]
+fn runs_repeat(#[values(0, 5, 9, 14)] row: usize) {
+    let row = &pairwise::ROWS[row];
+    let config = LayerConfig::small();
+    let layer = layer(&config, 21);
+    let step = synthetic::step(&config, &pairwise::spec(row), 21).unwrap();
+    let once = run(&layer, &mut step.clone(), &exact(row.0));
+    assert_eq!(run(&layer, &mut step.clone(), &exact(row.0)), once);
 }

@@ -2,7 +2,7 @@
 
 mod cpu_common;
 
-use cpu_common::pairwise::{self, pairwise, Row, ROWS};
+use cpu_common::pairwise::{self, pairwise};
 use cpu_common::{close, exact, layer, nothing, rows, run, spec, widen, with};
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, CpuLayer, StepOptions, StepOutput};
@@ -591,15 +591,4 @@ fn the_last_layer_has_no_hidden() {
     let got = run(&CpuLayer::new(config, last).unwrap(), &mut step.clone(), &options);
     assert!(got.hidden.is_empty() && !want.hidden.is_empty());
     assert_eq!(got.stream, want.stream);
-}
-
-/// The same call twice gives the same bits.
-#[rstest]
-fn runs_repeat(#[values(0, 5, 9, 14)] row: usize) {
-    let row: &Row = &ROWS[row];
-    let config = LayerConfig::small();
-    let layer = layer(&config, 21);
-    let step = synthetic::step(&config, &pairwise::spec(row), 21).unwrap();
-    let once = run(&layer, &mut step.clone(), &exact(row.0));
-    assert_eq!(run(&layer, &mut step.clone(), &exact(row.0)), once);
 }
