@@ -6,6 +6,7 @@ use crate::memory::{kernel, Scratch};
 use cudarc::driver::sys;
 use muse_spark_layer::backend::cuda::{Buffer, Device};
 use muse_spark_layer::{Backend, DType, DecoderLayer, Error, LayerKind, LayerWeights, PlanKey, Stream, Workspace};
+use std::cell::Cell;
 
 /// Allocations that cannot be had say what was wanted and what there is; the next call works, and gives the same bits.
 #[test]
@@ -92,7 +93,7 @@ fn lost<T>(result: Result<T, Error>) -> String {
     }
 }
 
-/// A step whose stream was freed: the debugging plan names the operation that reads it; then every call says that the
+/// A step whose stream is freed while it runs: the debugging plan names the operation that reads it; then every call says that the
 /// context is lost, and drops do nothing worse.
 #[test]
 fn a_debugging_plan_names_the_operation_that_failed() {
@@ -120,9 +121,16 @@ fn child_freed_stream() {
     let stream = gpu.device.allocate(666 * 8192 * 4).expect("memory");
     on.input.stream = raw(stream.ptr(), DType::F32, &[666, 8192]);
     gpu.forward(&plan, scratch.workspace(), &on, Stream::LEGACY);
-    drop(stream);
+    // Freed between two operations: before the call, it would be refused by name.
+    let stream = Cell::new(Some(stream));
     let forward = |gpu: &Gpu, workspace: &mut Workspace| {
-        gpu.cuda.forward(&plan, workspace, &on.input, &on.output, Stream::LEGACY)
+        let after = |operation| {
+            if operation == "o" {
+                drop(stream.take());
+            }
+            Ok(())
+        };
+        gpu.cuda.profile(&plan, workspace, &on.input, &on.output, Stream::LEGACY, &after)
     };
     assert_eq!(lost(forward(&gpu, scratch.workspace())), "attn_boundary");
     lost(forward(&gpu, scratch.workspace()));
