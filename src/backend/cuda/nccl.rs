@@ -89,7 +89,7 @@ fn open(names: &[&str]) -> Result<Api> {
         let library = match unsafe { libloading::Library::new(*name) } {
             Ok(library) => library,
             Err(error) => {
-                problems.push(error.to_string());
+                problems.push(format!("{name}: {}", whole(&error)));
                 continue;
             }
         };
@@ -102,15 +102,23 @@ fn open(names: &[&str]) -> Result<Api> {
                 .map(|get_version| get_version(&mut version))
         };
         if let Err(error) = found {
-            return Err(fault(format!("{name} is not NCCL: {error}")));
+            return Err(fault(format!("{name} is not NCCL: {}", whole(&error))));
         }
         if version < WANTED.1 {
             return Err(fault(format!("{name} is version {}", version_text(version))));
         }
         // SAFETY: it is NCCL.
-        return unsafe { Api::resolve(library) }.map_err(|error| fault(format!("{name}: {error}")));
+        return unsafe { Api::resolve(library) }.map_err(|error| fault(format!("{name}: {}", whole(&error))));
     }
     Err(fault(format!("no library: {}", problems.join("; "))))
+}
+
+/// An error of the loader with its source, which says what was not found.
+fn whole(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
 }
 
 /// 22305 is 2.23.5; before 2.9, 2804 was 2.8.4.
