@@ -27,7 +27,8 @@ const BOUNDS: [(&str, f64); 9] = [
 const OUTPUT_BOUND: f64 = 0.01;
 /// A token may choose another expert than the reference where the two scores are this close.
 const TIE: f32 = 2e-3;
-/// So many tokens of a case may, and a tenth of them; a router that chose at random would be far above.
+/// So many tokens of a case may, and a twentieth of them (a case of 32 tokens had 3, one of 512 had 8); a router that
+/// chose at random would be far above.
 const NEAR_TIES: usize = 2;
 
 /// One compared case.
@@ -159,7 +160,7 @@ fn compare(config: &LayerConfig, pair: &Pair, case: &Case, seed: u64) -> Result<
         }
     }
     let near_ties = agree.iter().filter(|a| !**a).count();
-    if near_ties > NEAR_TIES + tokens / 10 {
+    if near_ties > NEAR_TIES + tokens / 20 {
         faults.push(format!("{near_ties} of {tokens} tokens chose other experts"));
     }
     let kept = |values: &[f32]| -> Vec<f32> {
