@@ -5,7 +5,7 @@
 #   tests/sanitize.sh [-t SECONDS] [BINARY] [TOOL...]
 #
 # BINARY: the GPU test binary; without it the newest target/debug/deps/gpu-*. TOOL: memcheck initcheck synccheck
-# racecheck; without any, all four. -t: each tool's limit (default 600). Logs go to $SANITIZE_LOGS (default: a new
+# racecheck racecheck-experts; without any, all of them. -t: each tool's limit (default 600). Logs go to $SANITIZE_LOGS (default: a new
 # folder under the temporary one). Exit status: 0 clean, 1 a finding or a step that failed, 2 could not run.
 set -uo pipefail
 
@@ -15,12 +15,12 @@ if [[ ${1:-} == -t ]]; then
   shift 2
 fi
 binary=
-if [[ $# -gt 0 && $1 != *check ]]; then
+if [[ $# -gt 0 && $1 != *check* ]]; then
   binary=$1
   shift
 fi
 tools=("$@")
-[[ ${#tools[@]} -gt 0 ]] || tools=(memcheck synccheck racecheck initcheck)
+[[ ${#tools[@]} -gt 0 ]] || tools=(memcheck synccheck racecheck racecheck-experts initcheck)
 
 if [[ -z $binary ]]; then
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,37 +49,67 @@ mkdir -p "$logs"
 exclude=--kernel-name-exclude
 "$sanitizer" --help 2>&1 | grep -q -e '--kernel-name-exclude' || exclude=--kernel-regex-exclude
 
+# What racecheck cannot follow (docs/testing.md): the experts' rings, a copy engine's refill against the loads of the
+# slot's previous contents; a barrier's initialisation against its first use by the thread that initialised it.
+# What initcheck cannot: the stores of the tensor copy engine, whose results boundary_stream loads.
+explained_race='msl::(expert::(load_shared_?16|load_shared_?2|bulk_load_at|expect_at)|bulk_load|mbar_init|mbar_expect_tx)\('
+explained_init='Device Frame: msl::stream_fill\('
+
+# all_explained TOOL LOG: true if there are reports and each is one of these.
+all_explained() {
+  local reports summed rest
+  case $1 in
+    racecheck)
+      reports=$(grep -acE 'Race reported between|Maximum number of hazards reached' "$2")
+      summed=$(sed -n 's/.*RACECHECK SUMMARY: \([0-9]*\) hazard.*/\1/p' "$2")
+      rest=$(grep -aE 'Race reported between| access at ' "$2" | grep -avcE "$explained_race") ;;
+    initcheck)
+      reports=$(grep -ac 'Uninitialized __global__ memory read' "$2")
+      summed=$(sed -n 's/.*ERROR SUMMARY: \([0-9]*\) error.*/\1/p' "$2")
+      rest=$((reports - $(grep -acE "$explained_init" "$2"))) ;;
+    *) return 1 ;;
+  esac
+  [[ $reports -gt 0 && $reports == "$summed" && $rest -eq 0 ]]
+}
+
 # Runs one tool. The kernels that pack the weights once are many times the step's work: racecheck and synccheck leave
 # them out; initcheck cannot, since it would not see what they store.
 check() {
-  local tool=$1 log=$logs/$1.log began=$SECONDS options=() tests=() passed summary failed=
+  local tool=$1 log=$logs/$1.log began=$SECONDS options=() tests=() prints=100 passed summary failed=
   case $tool in
     memcheck) tests=(layer::small_step_dependent) ;;
     # Kernel boundaries must be boundaries: racecheck has no notion of dependent launch. By far the slowest on long steps,
-    # which it leaves out: every kernel that uses shared memory runs in the others too.
+    # which it leaves out: every kernel that uses shared memory runs in the others too. The experts' kernels apart, in
+    # three steps: their hazards fill the tool's table, and others would not be seen.
     racecheck) tests=(layer::small_step_plain --skip prefill_333 --skip prefill_1100 --skip prefill_2100 --skip verify_long)
-      options=("$exclude" kernel_substring=pack_) ;;
-    initcheck) tests=(layer::small_step_plain) ;;
-    synccheck) tests=(layer::small_step_dependent) options=("$exclude" kernel_substring=pack_) ;;
+      options=("$exclude" kernel_substring=pack_ "$exclude" kernel_substring=expert_gemm "$exclude" kernel_substring=expert_few) ;;
+    racecheck-experts) tests=(layer::small_step_plain::name_01 layer::small_step_plain::name_02 layer::small_step_plain::name_03)
+      options=("$exclude" kernel_substring=pack_) tool=racecheck ;;
+    initcheck) tests=(layer::small_step_plain) options=(--show-backtrace device) prints=0 ;;
+    # The kernels' barriers are PTX, which the tool does not count by itself.
+    synccheck) tests=(layer::small_step_dependent) options=("$exclude" kernel_substring=pack_ --num-cuda-barriers 64) ;;
     *)
       echo "sanitize: no tool called $tool" >&2
       return 2
       ;;
   esac
-  timeout -k 5 "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 "${options[@]}" \
+  timeout -k 5 "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit $prints "${options[@]}" \
     "$binary" "${tests[@]}" --nocapture --test-threads 1 >"$log" 2>&1
   local status=$?
   passed=$(sed -n 's/^test result: .* \([0-9]*\) passed.*/\1/p' "$log")
   summary=$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1 | sed 's/^=* *//')
+  if [[ $status -eq 0 || $status -eq 9 ]] && all_explained "$tool" "$log"; then
+    status=0 summary="$summary: 0 beyond those explained"
+  fi
   if grep -q 'skipped, no GPU' "$log"; then
     summary="no GPU, nothing was run" failed=2
   elif [[ $status -eq 124 || $status -eq 137 ]]; then
     summary="not finished in $limit s${summary:+; $summary}" failed=1
-  elif [[ $status -ne 0 || -z $passed || $passed -eq 0 || ! $summary =~ (SUMMARY: 0 |: 0 hazards) ]]; then
+  elif [[ $status -ne 0 || -z $passed || $passed -eq 0 || $summary != *": 0 "* ]]; then
     failed=1
   fi
-  printf '%-9s %-5s %s, %s steps passed, %d s\n' "$tool" "${failed:+FAIL}" "${summary:-no summary (exit $status)}" "${passed:-0}" $((SECONDS - began))
-  [[ -z $failed ]] || echo "          $log"
+  printf '%-17s %-5s %s, %s steps passed, %d s\n' "$1" "${failed:+FAIL}" "${summary:-no summary (exit $status)}" "${passed:-0}" $((SECONDS - began))
+  [[ -z $failed ]] || echo "                  $log"
   return "${failed:-0}"
 }
 

@@ -2,8 +2,9 @@
 //
 // A CTA owns one split of the visible keys of one tile of queries (1 token; up to 8 tokens of one
 // request) for all 16 heads: a cache row of 128 bytes holds both KV heads. It writes one partial:
-// acc = sum p v, lse = (r, sum p) with p = 2^(score - r). A split without keys writes (-inf, 0) and no
-// acc. The split of keys depends on the request's own lengths and the plan, never on the batch.
+// acc = sum p v, lse = (r, sum p) with p = 2^(score - r). A split without keys writes zeros and (-inf, 0):
+// the join loads acc before it knows which splits are empty. The split of keys depends on the request's own
+// lengths and the plan, never on the batch.
 //
 // What is read before the wait: page table and lengths, which are the caller's and no kernel of the
 // step writes, and the cache rows of keys older than this step's tokens, which none writes either.
@@ -90,8 +91,12 @@ __device__ __forceinline__ SplitRange split_range(const AttentionParams& p, int 
 __device__ __forceinline__ bool write_empty(const AttentionParams& p, const SplitRange& range, int request, int tile, int split) {
   const auto fill = [&](int first, int end) {
     pdl_wait();
-    for (int64_t i = static_cast<int64_t>(first) * kQHeads + threadIdx.x; i < static_cast<int64_t>(end) * kQHeads; i += blockDim.x)
-      reinterpret_cast<float2*>(p.lse)[i * p.splits + split] = make_float2(-INFINITY, 0.0f);
+    constexpr int kQuads = kHeadDim / 4;
+    for (int64_t i = int64_t(first) * kQHeads * kQuads + threadIdx.x; i < int64_t(end) * kQHeads * kQuads; i += blockDim.x) {
+      const int64_t partial = i / kQuads * p.splits + split;
+      reinterpret_cast<float4*>(p.acc)[partial * kQuads + i % kQuads] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (i % kQuads == 0) reinterpret_cast<float2*>(p.lse)[partial] = make_float2(-INFINITY, 0.0f);
+    }
   };
   if (request == p.requests - 1 && tile == 0) {
     const int covered = __ldcg(p.cu_seqlens_q + p.requests);

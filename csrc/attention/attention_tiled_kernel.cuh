@@ -28,6 +28,7 @@ namespace msl {
 namespace tiled {
 
 constexpr int kStages = 4;
+constexpr int kVoteBarrier = 8;  // named barriers of the warpgroups' votes
 constexpr int kWaitGroup = 10;  // of 16 groups of exponentials: where O's product is waited for
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 constexpr float kFastBound = 120.f;    // fast tiles: log2 of any weight is below this
@@ -58,6 +59,15 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 __device__ __forceinline__ void arrive_barrier(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Whether `mine` holds in every thread of a warpgroup.
+__device__ __forceinline__ bool warpgroup_all(int id, bool mine) {
+  uint32_t all;
+  asm volatile(
+      "{\n .reg .pred p, q;\n setp.ne.b32 q, %1, 0;\n barrier.cta.red.and.pred p, %2, 128, q;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(all) : "r"(static_cast<uint32_t>(mine)), "r"(id) : "memory");
+  return all != 0;
 }
 
 // A thread's two rows: m in log2 units, l this thread's share of the sum of weights.
@@ -311,16 +321,27 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     }
     wgmma_commit();
   };
-  // Softmax of tile i (in `stage`): S becomes packed weights; the product that reads the earlier ones is
-  // waited for by `products_done` on the way, and O rescaled where needed.
-  auto softmax = [&](int i, int stage, auto products_done) {
+  // Whether tile i (in `stage`) is seen whole by all rows, and whether no score of it can outgrow the m at hand by
+  // much. The warpgroup decides as one: the ways of `softmax` wait for wgmmas, which all its warps must do by the
+  // same instruction. While S is computed the votes cost nothing.
+  struct Way { bool full, fast; };
+  auto way = [&](int i, int stage) {
     const TileHeader* header = &shared.header[stage];
     const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
     const float norm = header->max_norm[item.kv_head];
     const bool full = key0 >= full_low && key0 <= full_high && header->all_visible;
+    const bool near = fmaf(reach[0], norm, -row.m[0]) < kFastBound && fmaf(reach[1], norm, -row.m[1]) < kFastBound;
+    return Way{full, warpgroup_all(kVoteBarrier + group, full && near)};
+  };
+  // Softmax of tile i (in `stage`): S becomes packed weights; the product that reads the earlier ones is
+  // waited for by `products_done` on the way, and O rescaled where needed.
+  auto softmax = [&](int i, int stage, Way way, auto products_done) {
+    const TileHeader* header = &shared.header[stage];
+    const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
+    const bool full = way.full;
     float alpha[2];
     bool rescale;
-    if (full && __all_sync(~0u, fmaf(reach[0], norm, -row.m[0]) < kFastBound && fmaf(reach[1], norm, -row.m[1]) < kFastBound)) {
+    if (way.fast) {
       rescale = softmax_fast(s, weights, row, alpha, c, products_done);
     } else {
       const int low = p.window > 0 ? position - p.window + 1 - key0 : -1;
@@ -350,9 +371,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     products_s(0);
     if (tiles > 1) mbar_wait(&shared.k_full[1], 0);
     pass_turn(tiles == 1);
+    const Way first = way(0, 0);
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    softmax(0, 0, [] {});
+    softmax(0, 0, first, [] {});
     int stage = 0, phase = 0;
 #pragma unroll 1
     for (int i = 1; i < tiles; i++) {
@@ -363,9 +385,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
       mbar_wait(&shared.v_full[before], phase_before);
       products_o(before);
       pass_turn(i == tiles - 1);
+      const Way here = way(i, stage);
       wgmma_wait<1>();
       wgmma_fence_operand(s);
-      softmax(i, stage, [&] {
+      softmax(i, stage, here, [&] {
         if (i + 1 < tiles) mbar_wait(&shared.k_full[stage + 1 == kStages ? 0 : stage + 1], stage + 1 == kStages ? phase ^ 1 : phase);
         wgmma_wait<0>();
         wgmma_fence_operand(o);

@@ -2,7 +2,7 @@
 // 128 splits are then joined by 16 CTAs with every load in flight at once). Half a warp
 // reads one split's 64 floats as float4; a thread walks the splits of its half warp in order, the
 // halves and warps are added in a fixed tree. The first splits' `acc` is loaded before their weights are
-// known; that of an empty split (sum 0), which is whatever was there before, is never used. Shared
+// known; an empty split's is zero, and not used. Shared
 // memory: W x 64 floats and the splits' weights.
 #pragma once
 #include "../common/launch.cuh"

@@ -71,7 +71,7 @@ struct AttentionParams {
   // split kernel (decode, verify): FP32 partials, per token, head and split. `acc` is the unnormalised
   // sum of p * v (v_scale not applied), `lse` = (running max in log2 units, sum of p).
   float* acc;                    // FP32 [T][16][splits][64]
-  float* lse;                    // FP32 [T][16][splits][2]; an empty split writes (-inf, 0)
+  float* lse;                    // FP32 [T][16][splits][2]; an empty split writes (-inf, 0), and zeros to acc
   // tiled kernel (prefill): normalised output, v_scale applied
   float* out;                    // FP32 [T][1024]
   void* kv_scratch;              // tiled kernel: FP16 copies of the visible pages; kv_scratch_bytes
