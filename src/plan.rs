@@ -221,8 +221,10 @@ pub struct DensePlan {
     pub k: u32,
     /// K splits, added in order by the consumer.
     pub splits: u32,
-    /// Tokens a tile of the skinny kernel (8, 16, 32, 64, 96, 128), or 0: the tiled kernel.
+    /// Tokens a tile of the skinny kernel (8, 16, 32, 64, 96, 128) or of the wide one, or 0: the tiled kernel.
     pub tile_n: u32,
+    /// Weight rows a tile of the wide kernel, or 0: the skinny or the tiled kernel.
+    pub tile_rows: u32,
     /// Whether the output is FP32 (always with splits), else BF16.
     pub out_f32: bool,
 }
@@ -244,6 +246,10 @@ pub struct RouterPlan {
     pub form: RouterForm,
     /// Parts that K is cut into; the reader adds them.
     pub splits: u32,
+    /// As in [`DensePlan`]; of the planes.
+    pub tile_n: u32,
+    /// As in [`DensePlan`]; of the planes.
+    pub tile_rows: u32,
 }
 
 /// The attention.
@@ -367,9 +373,10 @@ impl Plan {
 
 impl fmt::Display for DensePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.tile_n {
-            0 => write!(f, "tiled")?,
-            n => write!(f, "skinny n={n}")?,
+        match (self.tile_rows, self.tile_n) {
+            (0, 0) => write!(f, "tiled")?,
+            (0, n) => write!(f, "skinny n={n}")?,
+            (rows, n) => write!(f, "wide {rows} x {n}")?,
         }
         write!(f, ", [{}..{}, {}]", self.row_begin, self.row_begin + self.rows, self.k)?;
         write!(f, ", splits {}, out {}", self.splits, if self.out_f32 { "f32" } else { "bf16" })

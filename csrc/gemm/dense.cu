@@ -1,5 +1,5 @@
 // Launchers of the dense projections (ops.h: qkv_gate, o, pooler, unpooler, router_planes) and of their packing.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of 144 columns
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of any multiple of 8 columns
 #include "../common/launch.cuh"
 #include "../include/model.h"
 #include "../include/ops.h"
@@ -8,6 +8,7 @@
 #include "skinny.cuh"
 #include "tensor_map.h"
 #include "tiled.cuh"
+#include "wide.cuh"
 
 namespace msl {
 namespace {
@@ -17,7 +18,7 @@ constexpr int kInvalid = static_cast<int>(cudaErrorInvalidValue);
 bool valid(const DenseParams& p) {
   return p.tokens >= 0 && p.rows > 0 && p.rows % kTileRows == 0 && p.k > 0 && p.k % kTileK == 0 && p.splits >= 1 &&
          p.splits <= p.k / kTileK && p.x_stride % 8 == 0 && p.out_stride >= p.rows && p.out_stride % 8 == 0 &&
-         (p.planes == 1 || (p.planes == 3 && p.tile_n == 0));
+         (p.planes == 1 || (p.planes == 3 && (p.tile_n == 0 || p.tile_rows != 0)));
 }
 
 template <class C>
@@ -51,6 +52,19 @@ int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
   return launch(tiled_kernel<C>, dim3(clusters * C::kCM), dim3(C::kThreads), C::kShared, l, map, out_map, a);
 }
 
+template <class C>
+int launch_wide(const DenseParams& p, const Launch& l, int late_trigger) {
+  if (p.rows % C::kRows) return kInvalid;
+  CUtensorMap map;
+  if (int e = bf16_rows_map(&map, p.x, int64_t(p.k) * p.planes, p.tokens, p.x_stride, C::kN)) return e;
+  const int token_tiles = (p.tokens + C::kN - 1) / C::kN, row_tiles = p.rows / C::kRows;
+  const WideArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.planes, p.splits,
+                   token_tiles, row_tiles, kGroupTokens / C::kN, p.splits == 1 && !p.out_f32, late_trigger};
+  const int64_t items = int64_t(p.splits) * token_tiles * row_tiles;
+  const int ctas = static_cast<int>(std::min<int64_t>(items, l.sm_count));
+  return launch(wide_kernel<C>, dim3(ctas), dim3(C::kThreads), C::kShared, l, map, a);
+}
+
 // Calls f(config) for the instance of a shape; the list is that of kTiledShapes.
 template <class F>
 int with_tiled(const TiledShape& s, F f) {
@@ -64,6 +78,26 @@ int with_tiled(const TiledShape& s, F f) {
     case 2561: return f(TiledConfig<256, 1>{});
     case 1282: return f(TiledConfig<128, 2>{});
     case 2562: return f(TiledConfig<256, 2>{});
+  }
+  return kInvalid;
+}
+
+// Calls f(config) for the instance of a tile; the list is that of kWideTiles.
+template <class F>
+int with_wide(int rows, int tokens, F f) {
+  switch (rows * 1000 + tokens) {
+    case 128096: return f(WideConfig<1, 96>{});
+    case 128104: return f(WideConfig<1, 104>{});
+    case 128128: return f(WideConfig<1, 128>{});
+    case 128152: return f(WideConfig<1, 152>{});
+    case 128176: return f(WideConfig<1, 176>{});
+    case 128192: return f(WideConfig<1, 192>{});
+    case 128208: return f(WideConfig<1, 208>{});
+    case 128232: return f(WideConfig<1, 232>{});
+    case 256136: return f(WideConfig<2, 136>{});
+    case 256144: return f(WideConfig<2, 144>{});
+    case 256160: return f(WideConfig<2, 160>{});
+    case 256184: return f(WideConfig<2, 184>{});
   }
   return kInvalid;
 }
@@ -89,6 +123,8 @@ int prepare(Kernel* kernel, C) {
 int dense(const DenseParams& p, const Launch& l, int late_trigger) {
   if (!valid(p)) return kInvalid;
   if (p.tokens == 0) return 0;
+  if (p.tile_rows != 0)
+    return with_wide(p.tile_rows, p.tile_n, [&](auto c) { return launch_wide<decltype(c)>(p, l, late_trigger); });
   if (p.tile_n != 0)
     return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger); });
   const int steps = p.k / kTileK * (p.planes == 3 ? kPlaneProducts : 1);
@@ -123,6 +159,8 @@ int prepare_dense() {
   if (!encode_tiled()) return static_cast<int>(cudaErrorInitializationError);
   for (int n : {8, 16, 32, 64, 96, 128})
     if (int e = with_skinny(n, [](auto c) { return prepare(skinny_kernel<decltype(c)>, c); })) return e;
+  for (const WideTile& t : kWideTiles)
+    if (int e = with_wide(t.rows, t.tokens, [](auto c) { return prepare(wide_kernel<decltype(c)>, c); })) return e;
   for (const TiledShape& s : kTiledShapes)
     if (int e = with_tiled(s, [](auto c) { return prepare(tiled_kernel<decltype(c)>, c); })) return e;
   if (int e = prepare_kernel(pack_dense_kernel, 0)) return e;

@@ -1,5 +1,6 @@
-// Which instance of the projection kernels a launch takes. Splits and tile_n come from the host's plan
-// (they fix the shape of the output); this picks what does not show outside.
+// Which instance of the projection kernels a launch takes. The host's plan says which kernel, its splits (they fix the
+// shape of the output) and the tile of the skinny and the wide one (src/backend/cuda/tiles.rs); the tiled kernel's is
+// picked here.
 //
 // Measured on an H200, weights cold, microseconds a launch in a row of dependent launches of one projection, with
 // the splits named; skinny up to 128 tokens, tiled above. In brackets cuBLAS with BF16 output: of the same run above
@@ -26,6 +27,15 @@
 #include <cstdint>
 
 namespace msl {
+
+// The wide kernel's instances; those of tiles.rs.
+struct WideTile {
+  int rows, tokens;
+};
+constexpr WideTile kWideTiles[] = {{128, 96},  {128, 104}, {128, 128}, {128, 152}, {128, 176}, {128, 192},
+                                   {128, 208}, {128, 232}, {256, 136}, {256, 144}, {256, 160}, {256, 184}};
+// Token tiles of this many tokens are walked together.
+constexpr int kGroupTokens = 2048;
 
 // A tiled instance: tiles of `tokens` x `rows`; clusters of cm CTAs that share weights.
 struct TiledShape {

@@ -30,7 +30,9 @@ struct DenseParams {
   int32_t out_stride;    // elements between tokens of out
   int32_t splits;        // K splits, each a contiguous run of k tiles of 64 (their numbers differ by one at most); consumers add them in order
   int32_t out_f32;       // 1: out is FP32 even with one split
-  int32_t tile_n;        // tokens per tile: 8, 16, 32, 64, 96, 128 (skinny kernel) or 0: the tiled kernel
+  int32_t tile_n;        // tokens per tile: 8, 16, 32, 64, 96, 128 (skinny kernel), the wide kernel's (gemm/heuristics.h), or 0:
+                         // the tiled kernel, which chooses its own
+  int32_t tile_rows;     // weight rows per tile of the wide kernel; 0: the skinny or the tiled kernel
   int32_t planes;        // 1; 3: weight and x hold three BF16 planes of k each (x: [T][3 * k]; weight: k = 3 * k / 64 tiles
                          // a row of tiles) whose product is summed over (0,0) (0,1) (1,0) (1,1) (0,2) (2,0): FP32-grade
 };

@@ -6,6 +6,7 @@ use crate::memory::Banded;
 use half::bf16;
 use muse_spark_layer::backend::cuda::bridge;
 use muse_spark_layer::backend::cuda::params::*;
+use muse_spark_layer::backend::cuda::tiles::WIDE;
 use muse_spark_layer::numerics::{e2m1_to_f32, e4m3_to_f32, f32_to_e4m3};
 use muse_spark_layer::routing::{self, ExpertLists};
 use muse_spark_layer::synthetic::Stream;
@@ -212,25 +213,60 @@ fn packing_a_projection_round_trips(
     #[values(1, 3)] splits: i32,
 ) {
     let Some(gpu) = gpu("exact::packing_a_projection_round_trips") else { return };
-    let ((tokens, tile_n), (rows, k)) = (shape, (1152, 1024));
+    columns_of_a_projection(&gpu, &pack_projection(&gpu), shape.0, (0, shape.1), splits, true);
+}
+
+/// The same of the wide kernel's tiles, both output types: less than a tile of tokens, a little more, and several a SM.
+#[rstest]
+fn wide_projections_round_trip(#[values((1, false), (1, true), (3, true))] form: (i32, bool)) {
+    let Some(gpu) = gpu("exact::wide_projections_round_trip") else { return };
+    let (packed, (splits, out_f32)) = (pack_projection(&gpu), form);
+    for (i, (rows, width)) in WIDE.into_iter().enumerate() {
+        for tokens in [width as usize - 9, if i % 4 == 0 { 1999 } else { width as usize + 5 }] {
+            columns_of_a_projection(&gpu, &packed, tokens, (rows as i32, width as i32), splits, out_f32);
+        }
+    }
+}
+
+const PROJECTION: (usize, usize) = (2304, 1024);
+
+/// Random dense weights and their packed form.
+fn pack_projection(gpu: &Gpu) -> (Vec<bf16>, Banded) {
+    let (rows, k) = PROJECTION;
     let random = Stream::new(3, "dense");
     let source: Vec<bf16> = (0..rows * k).map(|i| bf16::from_f32(random.normal(i as u64))).collect();
-    let src = put(&gpu, &le(&source, bf16::to_le_bytes));
+    let src = put(gpu, &le(&source, bf16::to_le_bytes));
     let packed = Banded::new(&gpu.device, (rows * k * 2) as u64);
-    let _current = gpu.device.make_current().expect("a context");
     let params = PackDenseParams {
         src: src.ptr() as *const c_void,
         dst: packed.ptr() as *mut c_void,
         rows: rows as i32,
         k: k as i32,
     };
+    let _current = gpu.device.make_current().expect("a context");
     // SAFETY: as in `pack`.
-    unsafe { bridge::pack_dense(&params, &launch(&gpu, false)) }.expect("pack_dense");
+    unsafe { bridge::pack_dense(&params, &launch(gpu, false)) }.expect("pack_dense");
+    packed.intact("packed", 0xFF);
+    (source, packed)
+}
+
+/// `tile`: weight rows and tokens, as in `DenseParams`.
+fn columns_of_a_projection(
+    gpu: &Gpu,
+    (source, packed): &(Vec<bf16>, Banded),
+    tokens: usize,
+    tile: (i32, i32),
+    splits: i32,
+    out_f32: bool,
+) {
+    let (rows, k) = PROJECTION;
+    let _current = gpu.device.make_current().expect("a context");
     let column = |t: usize| (t * 37 + 5) % k;
     let mut x = vec![bf16::ZERO; tokens * k];
     (0..tokens).for_each(|t| x[t * k + column(t)] = bf16::ONE);
-    let x = put(&gpu, &le(&x, bf16::to_le_bytes));
-    let out = Banded::new(&gpu.device, (splits as usize * tokens * rows * 4) as u64);
+    let x = put(gpu, &le(&x, bf16::to_le_bytes));
+    let bytes = if out_f32 { 4 } else { 2 };
+    let out = Banded::new(&gpu.device, (splits as usize * tokens * rows * bytes) as u64);
     let params = DenseParams {
         weight: packed.ptr() as *const c_void,
         x: x.ptr() as *const c_void,
@@ -241,19 +277,24 @@ fn packing_a_projection_round_trips(
         x_stride: k as i32,
         out_stride: rows as i32,
         splits,
-        out_f32: 1,
-        tile_n,
+        out_f32: out_f32 as i32,
+        tile_n: tile.1,
+        tile_rows: tile.0,
         planes: 1,
     };
     // SAFETY: as in `pack`.
-    unsafe { bridge::pooler(&params, &launch(&gpu, false)) }.expect("the projection");
-    let parts = floats(&out.read());
-    packed.intact("packed", 0xFF);
+    unsafe { bridge::pooler(&params, &launch(gpu, false)) }.expect("the projection");
+    let bits = out.read();
+    let parts = if out_f32 {
+        floats(&bits)
+    } else {
+        bits.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+    };
     out.intact("out", 0xFF);
     for t in 0..tokens {
         for r in 0..rows {
             let got: f32 = (0..splits as usize).map(|s| parts[(s * tokens + t) * rows + r]).sum();
-            assert_eq!(got, source[r * k + column(t)].to_f32(), "token {t}, row {r}");
+            assert_eq!(got, source[r * k + column(t)].to_f32(), "{tile:?}, token {t}, row {r}");
         }
     }
 }

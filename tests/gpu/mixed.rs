@@ -73,16 +73,23 @@ fn a_mixed_batch_costs_no_more_than_its_parts() {
     let stream = OwnedStream::new(&gpu.device).expect("a stream");
     let flush = L2Flush::new(&stream).expect("a flush");
     let timer = Timer { gpu: &gpu, stream, flush, cache: Arc::new(cache) };
-    // Rows in all (a runtime's budget of a step, a multiple of the projections' tiles), query length and number of the
-    // short requests, context of all.
+    // Rows in all, query length and number of the short requests, context of all. A runtime's budget of a step counts
+    // all rows (512, 2048, 8192) or the chunk's alone (576, 640, 2112, 8256).
     let cases = [
         (512, 1, 64, 8192, LayerKind::Full),
         (512, 1, 64, 8192, LayerKind::Sliding),
         (512, 8, 16, 8192, LayerKind::Full),
         (512, 1, 64, 32768, LayerKind::Full),
+        (576, 1, 64, 8192, LayerKind::Full),
+        (576, 1, 64, 8192, LayerKind::Sliding),
+        (640, 8, 16, 8192, LayerKind::Full),
+        (576, 1, 64, 32768, LayerKind::Full),
         (2048, 1, 64, 8192, LayerKind::Full),
+        (2112, 1, 64, 8192, LayerKind::Full),
         (8192, 1, 64, 32768, LayerKind::Full),
         (8192, 1, 64, 8192, LayerKind::Sliding),
+        (8256, 1, 64, 32768, LayerKind::Full),
+        (8256, 1, 64, 8192, LayerKind::Sliding),
     ];
     let mut slower = Vec::new();
     for (rows, q_len, requests, ctx, kind) in cases {

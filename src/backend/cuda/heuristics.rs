@@ -5,6 +5,7 @@
 //! a prefill is bound by arithmetic, so the rule for large T is "tiles fill the SMs in few waves".
 
 use crate::backend::cuda::model as m;
+use crate::backend::cuda::tiles::{self, Projection};
 use crate::config::{LayerKind, WeightKind};
 use crate::plan::{
     AttentionEngine, AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan, ShortRequests,
@@ -22,15 +23,15 @@ pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
 pub const FEW_TOKENS: u32 = 8;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
-/// Up to this many tokens one pass covers every route there can be.
-pub const SINGLE_PASS_TOKENS: u32 = 8192;
+/// Up to this many tokens one pass covers every route there can be: a chunk of 8192 and the rows that decode beside it.
+pub const SINGLE_PASS_TOKENS: u32 = 8704;
 /// K splits of the router over FP32 rows (its kernel knows 16 and 32): router and top 8 together take
 /// 4.9 us at one token with 16, 5.5 with 32, and the same at 64 tokens.
 pub const ROUTER_ROWS_SPLITS: u32 = 16;
-/// The least K splits of the router's tiled form: tensor cores truncate as they accumulate, so a sum over 1024 of K
+/// K splits of the router's planes, at least 16: tensor cores truncate as they accumulate, so a sum over 1024 of K
 /// or more loses what FP32 would keep (3e-5 of the logits' RMS with 2 splits, 6e-5 with 1, under 1e-5 with 16).
 /// Writing and reading 16 splits costs 1% of a step of 8192 tokens.
-pub const ROUTER_PLANES_SPLITS: u32 = 16;
+pub const ROUTER_PLANES_SPLITS: [u32; 5] = [16, 20, 24, 28, 32];
 /// The most KV splits a request is cut into: more bring nothing, at 8k or at 128k keys.
 pub const MAX_KV_SPLITS: u32 = 128;
 /// Keys a KV split should at least hold: below, the join costs more than the split saves.
@@ -39,14 +40,10 @@ const KEYS_PER_SPLIT: u64 = 64;
 const SHORT_PARTIAL_BYTES: u64 = 256 << 20;
 /// Query tokens of a tile of the verify kernel.
 const VERIFY_TOKENS: u32 = 8;
-/// Tokens of a tile of the tiled dense kernel.
-const TILED_TOKENS: u32 = 128;
-/// Weight rows of a tile of `qkv_gate` in the tiled kernel, and the tokens up to which its tiles hold 128 tokens,
-/// then 256.
-const QKV_TILE_ROWS: u32 = 144;
-const QKV_NARROW_TOKENS: u32 = 512;
-/// Up to this many tokens a tiled projection is split along K: its FP32 partials are written and read again.
-const TILED_SPLIT_TOKENS: u32 = 640;
+/// K splits that `qkv_gate` and the pooler may take above 128 tokens: their FP32 partials are written and read again.
+const SPLITS: [u32; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
+/// Products of the router's planes for each k tile.
+const PLANE_PRODUCTS: u32 = 6;
 /// Keys, and query tokens, of a tile of the tiled attention kernel.
 const KEY_TILE: u64 = 128;
 const QUERY_TILE: u64 = 24;
@@ -74,21 +71,27 @@ pub fn choose(key: &PlanKey, experts: WeightKind, sm_count: u32) -> Launches {
     }
 }
 
-/// The narrowest token tile of the skinny kernel that holds all tokens; 0 names the tiled kernel.
-fn tile_n(tokens: u32) -> u32 {
+/// The narrowest token tile of the skinny kernel that holds all tokens.
+fn skinny_tile(tokens: u32) -> u32 {
     match tokens {
         0..=8 => 8,
         9..=16 => 16,
         17..=32 => 32,
         33..=64 => 64,
         65..=96 => 96,
-        97..=SKINNY_TOKENS => 128,
-        _ => 0,
+        _ => SKINNY_TOKENS,
     }
 }
 
-fn dense(tokens: u32, rows: u32, k: u32, splits: u32, out_f32: bool) -> DensePlan {
-    DensePlan { row_begin: 0, rows, k, splits, tile_n: tile_n(tokens), out_f32: out_f32 || splits > 1 }
+fn skinny(tokens: u32, rows: u32, k: u32, splits: u32, out_f32: bool) -> DensePlan {
+    let tile_n = skinny_tile(tokens);
+    DensePlan { row_begin: 0, rows, k, splits, tile_n, tile_rows: 0, out_f32: out_f32 || splits > 1 }
+}
+
+fn dense(tokens: u32, rows: u32, k: u32, out_f32: bool, sm_count: u32) -> DensePlan {
+    let splits = if out_f32 { &SPLITS[..] } else { &SPLITS[..1] };
+    let tile = tiles::choose(&Projection { rows, steps: k / 64, out_f32 }, tokens, splits, sm_count);
+    DensePlan { row_begin: 0, rows, k, splits: tile.splits, tile_n: tile.tokens, tile_rows: tile.rows, out_f32 }
 }
 
 /// K splits of a skinny projection: as many as keep two CTAs a SM, which is what streams best (a CTA owns
@@ -97,51 +100,52 @@ fn skinny_splits(rows: u32, sm_count: u32) -> u32 {
     (2 * sm_count / (rows / 64)).max(1)
 }
 
-/// 36 tiles of 64 rows: 7 splits. The tiled kernel's 16 tiles of 144 rows are split as often as still makes one wave.
+/// 36 tiles of 64 rows: 7 splits.
 fn qkv_gate(tokens: u32, sm_count: u32) -> DensePlan {
-    let splits = if tokens <= SKINNY_TOKENS {
-        skinny_splits(m::QKV_ROWS, sm_count)
-    } else {
-        let tile_tokens = if tokens <= QKV_NARROW_TOKENS { TILED_TOKENS } else { 2 * TILED_TOKENS };
-        (sm_count / (m::QKV_ROWS / QKV_TILE_ROWS * tokens.div_ceil(tile_tokens))).max(1)
-    };
-    dense(tokens, m::QKV_ROWS, m::HIDDEN, splits, true)
+    if tokens > SKINNY_TOKENS {
+        return dense(tokens, m::QKV_ROWS, m::HIDDEN, true, sm_count);
+    }
+    skinny(tokens, m::QKV_ROWS, m::HIDDEN, skinny_splits(m::QKV_ROWS, sm_count), true)
 }
 
 /// 128 tiles of 64 rows: one a SM without a split, so the output is the BF16 partial itself.
-fn o(tokens: u32, _sm_count: u32) -> DensePlan {
-    dense(tokens, m::HIDDEN, m::Q_SIZE, 1, false)
+fn o(tokens: u32, sm_count: u32) -> DensePlan {
+    if tokens > SKINNY_TOKENS {
+        return dense(tokens, m::HIDDEN, m::Q_SIZE, false, sm_count);
+    }
+    skinny(tokens, m::HIDDEN, m::Q_SIZE, 1, false)
 }
 
-/// 64 tiles of 64 rows: 4 splits; 2 in the tiled kernel.
+/// 64 tiles of 64 rows: 4 splits.
 fn pooler(tokens: u32, sm_count: u32) -> DensePlan {
-    let splits = match tokens {
-        0..=SKINNY_TOKENS => skinny_splits(m::EXPERT_DIM, sm_count),
-        129..=TILED_SPLIT_TOKENS => 2,
-        _ => 1,
-    };
-    dense(tokens, m::EXPERT_DIM, m::HIDDEN, splits, true)
+    if tokens > SKINNY_TOKENS {
+        return dense(tokens, m::EXPERT_DIM, m::HIDDEN, true, sm_count);
+    }
+    skinny(tokens, m::EXPERT_DIM, m::HIDDEN, skinny_splits(m::EXPERT_DIM, sm_count), true)
 }
 
 /// Sliced (up to 8 tokens): 16 tiles of 64 rows, 8 splits: with 16 the reader loses what the kernel gains.
 /// Else 128 tiles, 2 splits. FP32 out while it is small: it spares a rounding before the boundary's norm.
 fn unpooler(tokens: u32, rank: u32, sm_count: u32) -> DensePlan {
     if tokens <= SLICED_TOKENS {
-        let slice = dense(tokens, m::UNPOOL_SLICE, m::EXPERT_DIM, 8, true);
+        let slice = skinny(tokens, m::UNPOOL_SLICE, m::EXPERT_DIM, 8, true);
         return DensePlan { row_begin: rank * m::UNPOOL_SLICE, ..slice };
     }
-    let splits = if tokens <= SKINNY_TOKENS { skinny_splits(m::HIDDEN, sm_count) } else { 1 };
-    dense(tokens, m::HIDDEN, m::EXPERT_DIM, splits, tokens <= SKINNY_TOKENS)
+    if tokens > SKINNY_TOKENS {
+        return dense(tokens, m::HIDDEN, m::EXPERT_DIM, false, sm_count);
+    }
+    skinny(tokens, m::HIDDEN, m::EXPERT_DIM, skinny_splits(m::HIDDEN, sm_count), true)
 }
 
 /// Planes: 256 rows are one or two tiles, so K is split until token tiles times splits fill the SMs, and never
 /// into fewer than keep the logits' error under 1e-5 of their RMS.
 fn router(tokens: u32, sm_count: u32) -> RouterPlan {
     if tokens <= ROUTER_ROWS_TOKENS {
-        return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS };
+        return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS, tile_n: 0, tile_rows: 0 };
     }
-    let wanted = (sm_count / tokens.div_ceil(TILED_TOKENS)).clamp(ROUTER_PLANES_SPLITS, 32);
-    RouterPlan { form: RouterForm::Planes, splits: 1 << wanted.ilog2() }
+    let planes = Projection { rows: m::EXPERTS, steps: m::HIDDEN / 64 * PLANE_PRODUCTS, out_f32: true };
+    let tile = tiles::choose(&planes, tokens, &ROUTER_PLANES_SPLITS, sm_count);
+    RouterPlan { form: RouterForm::Planes, splits: tile.splits, tile_n: tile.tokens, tile_rows: tile.rows }
 }
 
 /// The key less its short requests.
@@ -234,7 +238,7 @@ fn tiled_splits(items: u64, key_tiles: u64, tokens: u64) -> u64 {
 
 /// Routes that land here: one a token is the mean, the busiest rank gets two to three times that, and 8 a
 /// token is the most there can be. The kernels are persistent, so a wide bound costs scratch (24 KB a route)
-/// and nothing else, while a second pass costs the FP32 sum between passes: one pass to 8192 tokens (1.6 GB),
+/// and nothing else, while a second pass costs the FP32 sum between passes: one pass to 8704 tokens (1.7 GB),
 /// above that 4 routes a token in each of two passes, the second of which finds little or nothing to do.
 fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind) -> ExpertPlan {
     let all = tokens * m::TOP_K;
@@ -274,8 +278,9 @@ mod tests {
                 assert!((1..=d.k / 64).contains(&d.splits), "{tokens} tokens: {d:?}");
                 assert_eq!((d.rows % 64, d.k % 64), (0, 0));
                 assert!(d.splits == 1 || d.out_f32, "{tokens} tokens: {d:?}");
-                if d.tile_n == 0 {
-                    assert!(tokens > SKINNY_TOKENS);
+                if tokens > SKINNY_TOKENS {
+                    let wide = tiles::WIDE.contains(&(d.tile_rows, d.tile_n)) && d.rows % d.tile_rows == 0;
+                    assert!(wide || (d.tile_rows, d.tile_n) == (0, 0), "{tokens} tokens: {d:?}");
                 } else {
                     assert!(tokens <= d.tile_n && [8, 16, 32, 64, 96, 128].contains(&d.tile_n));
                 }
@@ -283,7 +288,7 @@ mod tests {
             assert_eq!((l.o.splits, l.o.out_f32), (1, false), "attn_out is a BF16 segment border");
             match l.router.form {
                 RouterForm::Rows => assert!(tokens <= 64 && [16, 32].contains(&l.router.splits)),
-                RouterForm::Planes => assert!(tokens > 64 && [16, 32].contains(&l.router.splits)),
+                RouterForm::Planes => assert!(tokens > 64 && ROUTER_PLANES_SPLITS.contains(&l.router.splits)),
             }
         }
     }
@@ -298,8 +303,10 @@ mod tests {
         assert_eq!(splits(1), [7, 1, 4, 8, 16]);
         assert_eq!(splits(64), [7, 1, 4, 2, 16]);
         assert_eq!(splits(128), [7, 1, 4, 2, 32]);
-        assert_eq!(splits(256), [4, 1, 2, 1, 32]);
-        assert_eq!(splits(512), [2, 1, 2, 1, 32]);
+        assert_eq!(splits(200), [7, 1, 4, 1, 32]);
+        assert_eq!(splits(256), [3, 1, 2, 1, 32]);
+        assert_eq!(splits(512), [4, 1, 2, 1, 16]);
+        assert_eq!(splits(576), [2, 1, 2, 1, 16]);
         assert_eq!(splits(2048), [1, 1, 1, 1, 16]);
         assert_eq!(splits(8192), [1, 1, 1, 1, 16]);
         let kv = |key: PlanKey| choose(&key, WeightKind::Nvfp4, SMS).attention.splits;

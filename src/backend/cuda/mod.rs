@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `model.rs` | the dimensions, as `csrc/include/model.h` |
 //! | `heuristics.rs` | every launch decision, from shapes and SM count |
+//! | `tiles.rs` | the dense projections' part of them: tiles by a model of their clocks |
 //! | `params.rs` | the operations' plain structs, as `csrc/include/params.h` |
 //! | `bridge.rs` | the C++ entry points |
 //! | `device.rs` | driver, devices, allocations |
@@ -19,6 +20,7 @@
 
 pub mod heuristics;
 pub mod model;
+pub mod tiles;
 
 #[cfg(feature = "cuda")]
 pub mod bridge;

@@ -124,6 +124,7 @@ impl Step<'_> {
             splits: d.splits as i32,
             out_f32: d.out_f32 as i32,
             tile_n: d.tile_n as i32,
+            tile_rows: d.tile_rows as i32,
             planes: 1,
         }
     }
@@ -357,7 +358,8 @@ impl Step<'_> {
                     out_stride: m::EXPERTS as i32,
                     splits: l.splits as i32,
                     out_f32: 1,
-                    tile_n: 0,
+                    tile_n: l.tile_n as i32,
+                    tile_rows: l.tile_rows as i32,
                     planes: 3,
                 };
                 // SAFETY: as in `qkv_gate`.

@@ -88,6 +88,7 @@ params! {
         splits: i32,
         out_f32: i32,
         tile_n: i32,
+        tile_rows: i32,
         planes: i32,
     }
     /// `msl::QkNormRopeAppendParams`.
