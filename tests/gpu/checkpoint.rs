@@ -104,10 +104,10 @@ fn nvfp4_layers() {
     let kinds: Vec<LayerKind> = checkpoint.model().layers.iter().map(|l| l.kind).collect();
     use LayerKind::{Full, Sliding};
     assert_eq!(kinds, [Sliding, Full, Sliding, Sliding, Sliding, Full]);
-    let free = gpu.device.memory().unwrap().0;
+    let held = gpu.device.held();
     load(&checkpoint, 2..3, 2);
     load(&checkpoint, 2..3, 2);
-    assert_eq!(gpu.device.memory().unwrap().0, free, "layers and staging are gone");
+    assert_eq!(gpu.device.held(), held, "layers and staging are gone");
     for rank in [2, 7] {
         let layers = load(&checkpoint, 1..5, rank);
         check(&gpu, &checkpoint, 1, rank, &layers[0], &["decode-3", "verify-3"]);
@@ -129,13 +129,13 @@ fn nothing_half_loaded_remains(gpu: &Gpu, dir: &Path) {
     shard.write_all(&[0xff]).unwrap();
     drop(shard);
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let free = gpu.device.memory().unwrap().0;
+    let held = gpu.device.held();
     let error = checkpoint.load_layers(1..5, 7, RANKS, CUDA, &|_| ()).expect_err("a NaN scale");
     let text = error.to_string();
     assert!(matches!(error, Error::Checkpoint { .. }), "{text}");
     assert!(text.contains(name) && text.contains("NaN at [250, 4173, 9]"), "{text}");
     assert!(text.contains(file.file_name().unwrap().to_str().unwrap()), "{text}");
-    assert_eq!(gpu.device.memory().unwrap().0, free, "device memory is given back");
+    assert_eq!(gpu.device.held(), held, "device memory is given back");
     // Rank 2 has other experts.
     checkpoint.load_layers(3..4, 2, RANKS, CUDA, &|_| ()).expect("the other rank's part is sound");
     memory_of_ones_own(gpu, &checkpoint);

@@ -5,6 +5,7 @@ use crate::harness::{child, gpu, is_child, raw, spec, step_key, DeviceStep, Gpu}
 use crate::memory::{kernel, Scratch};
 use cudarc::driver::sys;
 use muse_spark_layer::backend::cuda::{Buffer, Device};
+use muse_spark_layer::synthetic::SyntheticStep;
 use muse_spark_layer::{Backend, DType, DecoderLayer, Error, LayerKind, LayerWeights, PlanKey, Stream, Workspace};
 use std::cell::Cell;
 
@@ -39,11 +40,11 @@ fn out_of_memory_is_named_and_passes() {
     refused(gpu.device.allocate(wanted).expect_err("there is no such memory"));
     refused(gpu.cuda.workspace_of(wanted).expect_err("there is no such memory"));
     // A layer that does not fit: what it had got is freed again.
-    let before = gpu.device.memory().expect("memory").0;
+    let before = gpu.device.held();
     let weights = LayerWeights::from_host(&gpu.config, gpu.cpu.weights().tensors().view()).expect("weights");
     let layer = DecoderLayer::new(gpu.config.clone(), weights, Backend::Cuda { device: 0 });
     refused(layer.expect_err("1.6 GB do not fit into 1"));
-    assert_eq!(gpu.device.memory().expect("memory").0, before);
+    assert_eq!(gpu.device.held(), before);
     on.overwrite(&step);
     gpu.forward(&plan, scratch.workspace(), &on, Stream::LEGACY);
     assert!(on.results() == want, "the next call works");
@@ -51,19 +52,32 @@ fn out_of_memory_is_named_and_passes() {
     gpu.device.allocate(wanted).expect("there is memory again");
 }
 
-/// Layers, plans, workspaces and devices are dropped in any order, each on a thread of its own.
+/// Layers, plans, workspaces and devices are dropped in any order, each on a thread of its own, and every byte is given
+/// back: by the crate's count, and by the driver's of the whole device. The latter is everybody's, so another process may
+/// take memory between its two readings; a leak is there each time.
 #[test]
 fn drops_in_any_order_on_any_thread() {
     let Some(gpu) = gpu("faults::drops_in_any_order_on_any_thread") else { return };
     let kind = LayerKind::Sliding;
     let step = gpu.step(&spec("decode-3", kind), 112);
-    let before = gpu.device.memory().expect("memory").0;
+    let free = || gpu.device.memory().expect("memory").0;
+    let lost = |_| {
+        let (held, before) = (gpu.device.held(), free());
+        drops(&gpu, &step, kind);
+        assert_eq!(gpu.device.held(), held, "bytes that buffers hold");
+        before.saturating_sub(free())
+    };
+    let lost: Vec<u64> = (0..3).map(lost).take_while(|bytes| *bytes > 0).collect();
+    assert!(lost.len() < 3, "{lost:?} bytes of device memory are not back");
+}
+
+fn drops(gpu: &Gpu, step: &SyntheticStep, kind: LayerKind) {
     for order in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]] {
         let weights = LayerWeights::from_host(&gpu.config, gpu.cpu.weights().tensors().view()).expect("weights");
         let layer = DecoderLayer::new(gpu.config.clone(), weights, Backend::Cuda { device: 0 }).expect("a layer");
-        let plan = layer.plan(step_key(&step, kind)).expect("a plan");
+        let plan = layer.plan(step_key(step, kind)).expect("a plan");
         let mut workspace = layer.workspace(&plan).expect("a workspace");
-        let on = DeviceStep::new(&gpu, &step);
+        let on = DeviceStep::new(gpu, step);
         layer.forward(&plan, &mut workspace, &on.input, &on.output, Stream::LEGACY).expect("forward");
         gpu.device.synchronize().expect("the step");
         let mut parts: [Option<Box<dyn Send>>; 4] = [
@@ -79,8 +93,6 @@ fn drops_in_any_order_on_any_thread() {
         drop(on);
         gpu.device.synchronize().expect("the context lives");
     }
-    let lost = before.saturating_sub(gpu.device.memory().expect("memory").0);
-    assert!(lost < 100 << 20, "{lost} bytes of device memory are not back");
 }
 
 /// Asserts that an error is a lost context, and gives the call that it names.

@@ -62,6 +62,8 @@ struct Inner {
     /// Addresses already seen to be this device's, so that a call asks the driver about new ones only.
     known: [AtomicU64; 256],
     staging: Mutex<Weak<Staging>>,
+    /// Bytes of [`Buffer`]s that were allocated and not yet given back.
+    held: AtomicU64,
 }
 
 // SAFETY: contexts may be made current on any thread; the rest is plain data.
@@ -130,8 +132,8 @@ impl Device {
         }
         let known = std::array::from_fn(|_| AtomicU64::new(0));
         let sm_count = info.sm_count.max(1) as u32;
-        let (name, staging) = (info.name, Mutex::default());
-        let device = Device(Arc::new(Inner { ordinal, context, sm_count, name, known, staging }));
+        let (name, staging, held) = (info.name, Mutex::default(), AtomicU64::new(0));
+        let device = Device(Arc::new(Inner { ordinal, context, sm_count, name, known, staging, held }));
         {
             let _current = device.make_current()?;
             bridge::prepare_all()?;
@@ -180,13 +182,18 @@ impl Device {
         Ok(staging)
     }
 
-    /// Bytes of device memory that are free, and that there are.
+    /// Bytes of device memory that are free, and that there are. Of the whole device: other processes take part in it.
     pub fn memory(&self) -> Result<(u64, u64)> {
         let _current = self.make_current()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: the context is current; writes two numbers.
         check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok((free as u64, total as u64))
+    }
+
+    /// Bytes of device memory that this crate holds in this process: layers, workspaces, everything else of its own.
+    pub fn held(&self) -> u64 {
+        self.0.held.load(Ordering::Relaxed)
     }
 
     /// Allocates `bytes` of device memory (uninitialised).
@@ -201,6 +208,7 @@ impl Device {
             }
             result => check("cuMemAlloc", result)?,
         }
+        self.0.held.fetch_add(bytes, Ordering::Relaxed);
         Ok(Buffer { ptr, bytes, device: self.clone() })
     }
 
@@ -353,7 +361,9 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.make_current() {
             // SAFETY: allocated by `allocate` and freed once. Errors (a dead context) have no one to go to.
-            unsafe { sys::cuMemFree_v2(self.ptr) };
+            if unsafe { sys::cuMemFree_v2(self.ptr) } == sys::CUresult::CUDA_SUCCESS {
+                self.device.0.held.fetch_sub(self.bytes, Ordering::Relaxed);
+            }
         }
     }
 }
