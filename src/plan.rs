@@ -284,6 +284,9 @@ pub struct ExpertPlan {
     pub passes: u32,
     /// Bound on one expert's routes in a pass.
     pub max_routes_per_expert: u32,
+    /// FP32 words for sums that one CTA begins and the next goes on with; 0: none does.
+    #[serde(default)]
+    pub carry_words: u32,
 }
 
 /// Every launch decision of a step, in the order of the step.

@@ -15,8 +15,10 @@ use crate::scheduler::SchedulerMetadata;
 use crate::stack::StackPlan;
 use crate::tensor::{DType, DeviceTensor};
 
-/// Words of the control block.
-pub const CONTROL_WORDS: usize = 64;
+/// Words of the control block: counters, then the flags of the experts' `carry`, one an SM.
+pub const CONTROL_WORDS: usize = 256;
+/// The first of those flags.
+pub(crate) const CARRY_FLAGS: u32 = 64;
 /// Bytes of the control block.
 pub const CONTROL_BYTES: u64 = 4 * CONTROL_WORDS as u64;
 /// Alignment of a workspace and of every region in it.
@@ -54,7 +56,7 @@ impl Carver {
 /// Device addresses of a call's scratch, named as the fields of `csrc/include/params.h` that use them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// u32 `[64]`, zero before and after every call.
+    /// u32 `[256]`, zero before and after every call.
     pub control: u64,
     /// FP32 `[splits][T][2304]`.
     pub qkv: u64,
@@ -108,6 +110,8 @@ pub struct Layout {
     pub inter: u64,
     /// BF16 `[route_bound][4096]`, or FP32 `[splits][route_bound][4096]`.
     pub y: u64,
+    /// FP32, what the experts' CTAs hand on: the plan's `carry_words`.
+    pub carry: u64,
     /// FP32 `[T][4096]`, with more than one pass.
     pub accumulate: u64,
     /// BF16 `[T][4096]`.
@@ -179,6 +183,7 @@ impl Layout {
             x: c.take("x", 2, &[bound, expert_dim]),
             inter: c.take("inter", 2, &[bound, expert_dim]),
             y: c.take("y", if y_f32 { 4 } else { 2 }, &[l.experts.w2_splits as u64, bound, expert_dim]),
+            carry: c.take("carry", 4, &[l.experts.carry_words as u64]),
             accumulate: c.take("accumulate", 4, &[u64::from(passes > 1), t, expert_dim]),
             moe_mix: c.take("moe_mix", 2, &[t, expert_dim]),
             unpooled: c.take(
@@ -401,6 +406,7 @@ mod tests {
             let split = !l.attention.tiled || l.short_attention.is_some();
             assert_eq!(bytes("acc") + bytes("lse") > 0, split && t > 0);
             assert_eq!(bytes("tiled_out"), if l.attention.tiled { t * 4096 } else { 0 });
+            assert_eq!(bytes("carry"), l.experts.carry_words as u64 * 4);
             assert_eq!(bytes("accumulate") > 0, l.experts.passes > 1);
             assert_eq!(
                 bytes("slices"),

@@ -67,10 +67,11 @@ rust::String layouts() {
   FIELD(PreExpertNormParams, route_bound);
   BEGIN(ExpertGemmParams);
   FIELD(ExpertGemmParams, weight); FIELD(ExpertGemmParams, scale); FIELD(ExpertGemmParams, x);
-  FIELD(ExpertGemmParams, out); FIELD(ExpertGemmParams, expert_offsets); FIELD(ExpertGemmParams, swiglu);
+  FIELD(ExpertGemmParams, out); FIELD(ExpertGemmParams, expert_offsets); FIELD(ExpertGemmParams, carry);
+  FIELD(ExpertGemmParams, carry_flags); FIELD(ExpertGemmParams, swiglu);
   FIELD(ExpertGemmParams, weight_kind); FIELD(ExpertGemmParams, splits); FIELD(ExpertGemmParams, few);
   FIELD(ExpertGemmParams, route_begin); FIELD(ExpertGemmParams, route_bound);
-  FIELD(ExpertGemmParams, max_routes_per_expert);
+  FIELD(ExpertGemmParams, max_routes_per_expert); FIELD(ExpertGemmParams, carry_words);
   BEGIN(CombineParams);
   FIELD(CombineParams, y); FIELD(CombineParams, norm_weight); FIELD(CombineParams, topk_scores);
   FIELD(CombineParams, token_route); FIELD(CombineParams, accumulate); FIELD(CombineParams, moe_mix);

@@ -172,6 +172,8 @@ struct ExpertGemmParams {
   void* out;                     // w13: BF16 [route_bound][4096], experts' k order; w2: BF16 [route_bound][4096],
                                  // or FP32 [splits][route_bound][4096] with splits > 1
   const int32_t* expert_offsets; // [33]
+  float* carry;                  // sums on their way from one CTA to the next (moe/expert_walk.cuh), or null
+  uint32_t* carry_flags;         // control block: zero before and after every call; a word an SM
   int32_t swiglu;                // 1: w13, 0: w2
   int32_t weight_kind;           // 0: NVFP4, 1: BF16
   int32_t splits;                // K splits (w2 with few tokens: 2)
@@ -179,6 +181,7 @@ struct ExpertGemmParams {
   int32_t route_begin;
   int32_t route_bound;
   int32_t max_routes_per_expert; // bound: min(T, route_bound)
+  int32_t carry_words;           // of `carry`
 };
 
 // combine: moe_mix[t] = sum over the token's local routes, by slot, of topk_scores * rms(y * (1 + w), 1e-8).

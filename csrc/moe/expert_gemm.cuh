@@ -2,10 +2,10 @@
 // expert, weights on the M side of wgmma (from registers, dequantised there), tokens on the N side (from
 // shared memory), FP32 accumulation.
 //
-// A CTA is persistent and walks items i = blockIdx.x, + gridDim.x, ...; an item is (expert, chunk of at most kMaxN of
-// its tokens, block of kRowGroups 64-row tiles, K split). Experts come in order of falling token counts, an expert's
-// blocks are neighbours (its tokens and, with several chunks, its weights stay in L2). Where the last wave would leave
-// CTAs without work, its items have half or a quarter of the row tiles; the other warpgroups rest.
+// A CTA is persistent and walks items: units (expert, chunk of at most kMaxN of its tokens, block of kRowGroups 64-row
+// tiles, K split), or parts of them, as expert_walk.cuh shares them out. Experts come in order of falling token counts,
+// an expert's blocks are neighbours (its tokens and, with several chunks, its weights stay in L2). Items may have half or
+// a quarter of the row tiles (the other warpgroups rest) or a part of K (the sums come from one CTA and go to another).
 //
 // Ring: slots of 1, 2 or 4 k tiles of weights (1-D bulk copies, contiguous) and of tokens (TMA, 128-byte swizzle; 8-row
 // boxes up to 32 tokens, boxes of 64, 32 and 16 rows above), filled by two threads, one for the weights and one for the
@@ -22,69 +22,13 @@
 #include "../common/ptx.cuh"
 #include "expert_gemm_common.cuh"
 #include "expert_gemm_config.cuh"
+#include "expert_walk.cuh"
 #include "expert_wgmma.cuh"
 #include "nvfp4_dequant.cuh"
 
 namespace msl {
 namespace expert {
 
-template <class C>
-struct Shared {
-  uint64_t full[C::kMaxSlots];
-  uint64_t empty[C::kMaxSlots];
-  Lists lists;       // a unit: kRowGroups row tiles
-  int whole;         // units that are items; those after them are cut into 2^cut items each
-  int cut;
-  int items;
-  int slot_bytes, slots;
-};
-
-// Full waves of whole units, then a last one of as small items as fill it.
-template <class C>
-__device__ __forceinline__ void cut_last_wave(Shared<C>& s) {
-  const int rest = s.lists.total % static_cast<int>(gridDim.x);
-  s.whole = s.lists.total - rest;
-  s.cut = 0;
-  while ((2 << s.cut) <= C::kRowGroups && (rest << (s.cut + 1)) <= static_cast<int>(gridDim.x)) s.cut++;
-  s.items = s.whole + (rest << s.cut);
-}
-
-// Slots for the widest stage that this pass needs.
-template <class C, int kKind>
-__device__ __forceinline__ void size_ring(Shared<C>& s) {
-  const int most = min(s.lists.count[0], C::kMaxN);
-  int bytes = 0;
-  constexpr int kSteps[4] = {32, 64, 128, C::kMaxN};  // stage_tiles changes only between these
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int tokens = min(kSteps[i], max(most, 1));
-    const int tiles = C::stage_tiles(tokens, kKind);
-    bytes = max(bytes, tiles * (token_rows(C::width(tokens)) * 128 + C::kRowGroups * tile_bytes(kKind)));
-  }
-  bytes = (bytes + 1023) / 1024 * 1024;
-  s.slot_bytes = bytes;
-  s.slots = min(C::kRingBytes / bytes, C::kMaxSlots);
-}
-
-struct Item : Unit {  // `block`: the first row tile
-  int height;         // row tiles
-};
-
-template <class C>
-__device__ __forceinline__ Item decode_item(const Shared<C>& s, int item, int& i, const GemmArgs& a) {
-  int u = item, part = 0, cut = 0;
-  if (item >= s.whole) {
-    cut = s.cut;
-    const int j = item - s.whole;
-    u = s.whole + (j >> cut);
-    part = j & ((1 << cut) - 1);
-  }
-  Item it;
-  static_cast<Unit&>(it) = decode_unit<C::kMaxN>(s.lists, u, i, a.blocks / C::kRowGroups, a.p.splits);
-  it.height = C::kRowGroups >> cut;
-  it.block = it.block * C::kRowGroups + part * it.height;
-  return it;
-}
 // --- producer ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wait_at(uint32_t bar, uint32_t parity) {
@@ -143,16 +87,15 @@ __device__ __forceinline__ void produce_weights(const GemmArgs& a, Shared<C>& s,
   constexpr int64_t kRowTile = int64_t(kExpertDim / kTileK) * kBytes;
   Place<C> at(s, ring);
   int i = 0;
-  for (int n = blockIdx.x; n < s.items; n += static_cast<int>(gridDim.x)) {
+  for (int n = 0; n < s.mine; n++) {
     const Item item = decode_item<C>(s, n, i, a);
     const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
-    const int k_tiles = kExpertDim / kTileK / a.p.splits;
     const uint32_t bytes = tiles * kBytes, total = item.height * bytes, offset = tiles * token_rows(width) * 128;
     const uint64_t policy = s.lists.count[i] > C::kMaxN ? kEvictNormal : kEvictFirst;
     const uint8_t* src = static_cast<const uint8_t*>(a.p.weight) + (int64_t(item.expert) * a.blocks + item.block) * kRowTile +
-                         item.split * k_tiles * kBytes;
+                         item.k * kBytes;
 #pragma unroll 1
-    for (int stages = k_tiles / tiles; stages > 0; stages--, src += bytes) {
+    for (int stages = item.k_tiles / tiles; stages > 0; stages--, src += bytes) {
       wait_at(at.empty + at.slot * 8, at.phase ^ 1);  // an empty ring: the first pass does not wait
       const uint32_t bar = at.full + at.slot * 8;
       expect_at(bar, total);
@@ -170,14 +113,13 @@ template <class C, int kKind>
 __device__ __forceinline__ void produce_tokens(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
   Place<C> at(s, ring);
   int i = 0;
-  for (int n = blockIdx.x; n < s.items; n += static_cast<int>(gridDim.x)) {
+  for (int n = 0; n < s.mine; n++) {
     const Item item = decode_item<C>(s, n, i, a);
     const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
-    const int k_tiles = kExpertDim / kTileK / a.p.splits;
     const int rows = token_rows(item.tokens), tile_bytes = token_rows(width) * 128;
-    int k = item.split * k_tiles;
+    int k = item.k;
 #pragma unroll 1
-    for (int stages = k_tiles / tiles; stages > 0; stages--, k += tiles) {
+    for (int stages = item.k_tiles / tiles; stages > 0; stages--, k += tiles) {
       wait_at(at.empty + at.slot * 8, at.phase ^ 1);
       const uint32_t bar = at.full + at.slot * 8;
       expect_at(bar, tiles * rows * 128);
@@ -237,7 +179,7 @@ constexpr bool widths_are_there() {
   return true;
 }
 
-// acc = this warpgroup's row tile x the item's tokens.
+// acc += this warpgroup's row tile x the item's tokens.
 template <class C, int kKind, int N>
 __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tiles, float (&acc)[N / 2]) {
   constexpr int kTiles = C::stage_tiles(N, kKind);  // of a stage
@@ -262,8 +204,6 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
     }
     tokens = kDescriptor | ((slot + tile * kTileStep) >> 4);
   };
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
   wgmma_fence_operand(acc);
   wait_at(at.full + at.slot * 8, at.phase);
   fetch(0);
@@ -342,20 +282,27 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
 }
 
 template <class C, int kKind, int N>
-__device__ __forceinline__ void consume_item(const GemmArgs& a, Place<C>& at, const Item& item, int row_group) {
-  const int k_tiles = kExpertDim / kTileK / a.p.splits;
+__device__ __forceinline__ void consume_item(const GemmArgs& a, const Shared<C>& s, Place<C>& at, const Item& item, int row_group) {
   if (row_group >= item.height) {  // no row tile of this item: only keeps up with the ring
 #pragma unroll 1
-    for (int t = k_tiles / C::stage_tiles(N, kKind); t > 0; t--) {
+    for (int t = item.k_tiles / C::stage_tiles(N, kKind); t > 0; t--) {
       wait_at(at.full + at.slot * 8, at.phase);
       release(at.empty, at.slot);
       at.advance();
     }
     return;
   }
+  const float2 scale = s.lists.scale[item.expert];
   float acc[N / 2];
-  multiply<C, kKind, N>(at, row_group, k_tiles, acc);
-  store_rows<N>(a.p, item, item.block + row_group, (threadIdx.x >> 5) & 3, acc);
+  if constexpr (C::kCarry) {
+    begin_sums<C, N>(a.p, row_group, item.resumes, acc);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
+  }
+  multiply<C, kKind, N>(at, row_group, item.k_tiles, acc);
+  if (C::kCarry && item.hands_over) give_sums<C, N>(a.p, row_group, acc);
+  else store_rows<N>(a.p, item, item.block + row_group, (threadIdx.x >> 5) & 3, acc, scale.x, scale.y);
 }
 
 template <class C, int kKind>
@@ -364,11 +311,11 @@ __device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t
   const int row_group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   Place<C> at(s, ring);
   int i = 0;
-  for (int n = blockIdx.x; n < s.items; n += static_cast<int>(gridDim.x)) {
+  for (int n = 0; n < s.mine; n++) {
     const Item item = decode_item<C>(s, n, i, a);
 #define MSL_WIDTH(N)                                                                                    \
   case N:                                                                                               \
-    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, at, item, row_group); \
+    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, s, at, item, row_group); \
     break;
     switch (C::width(item.tokens)) { MSL_WIDTHS(MSL_WIDTH) }
 #undef MSL_WIDTH
@@ -385,10 +332,8 @@ __global__ void __launch_bounds__(C::kBlockThreads, 1) expert_gemm_kernel(const 
   if (warp == 0) {
     build_lists<C::kMaxN>(s.lists, a.p, a.blocks / C::kRowGroups * a.p.splits);
     __syncwarp();
-    if (lane == 0) {
-      size_ring<C, kKind>(s);
-      cut_last_wave<C>(s);
-    }
+    if (lane == 0) size_ring<C, kKind>(s);
+    divide<C>(s, a);
   } else if (warp == 1 && lane == 0) {
     for (int i = 0; i < C::kMaxSlots; i++) {
       mbar_init(&s.full[i], 2);  // weights and tokens

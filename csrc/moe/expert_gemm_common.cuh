@@ -17,6 +17,7 @@ struct Lists {
   int count[kLocalExperts];
   int prefix[kLocalExperts + 1];  // units before the i-th
   int total;                      // units
+  float2 scale[kLocalExperts];    // by expert: of gate and up, or of w2 and nothing
 };
 
 struct Unit {
@@ -32,6 +33,7 @@ __device__ __forceinline__ void build_lists(Lists& lists, const ExpertGemmParams
   int high = __ldcg(p.expert_offsets + lane + 1) - p.route_begin;
   low = min(max(low, 0), p.route_bound);
   high = min(max(high, 0), p.route_bound);
+  lists.scale[lane] = p.swiglu ? reinterpret_cast<const float2*>(p.scale)[lane] : make_float2(p.scale[lane], 0.0f);
   const int count = high - low;
   const int units = (count + kMaxN - 1) / kMaxN * units_per_chunk;
   int rank = 0, before = 0;
@@ -47,14 +49,20 @@ __device__ __forceinline__ void build_lists(Lists& lists, const ExpertGemmParams
   if (rank == 31) lists.prefix[32] = lists.total = before + units;
 }
 
-// Unit u: (expert, chunk of its tokens, row block of `blocks`, K split), the last varying fastest; `i` is the
-// caller's place in the list, which only moves forward.
-template <int kMaxN>
+// Unit u: (expert, chunk of its tokens, row block of `blocks`, K split), the last varying fastest, or the chunk fastest of
+// all; `i` is the caller's place in the list, which only moves forward.
+template <int kMaxN, bool kChunkFastest>
 __device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int& i, int blocks, int splits) {
   while (u >= lists.prefix[i + 1]) i++;
   const int per_chunk = blocks * splits;
   const int local = u - lists.prefix[i];
-  const int chunk = local / per_chunk, rest = local - chunk * per_chunk;
+  int chunk, rest;
+  if constexpr (kChunkFastest) {
+    const int chunks = (lists.count[i] + kMaxN - 1) / kMaxN;
+    rest = local / chunks, chunk = local - rest * chunks;
+  } else {
+    chunk = local / per_chunk, rest = local - chunk * per_chunk;
+  }
   Unit unit;
   unit.expert = lists.expert[i];
   unit.row = lists.row[i] + chunk * kMaxN;
@@ -115,12 +123,5 @@ __device__ __forceinline__ void store_rows(const ExpertGemmParams& p, const Unit
     }
   }
 }
-template <int N>
-__device__ __forceinline__ void store_rows(const ExpertGemmParams& p, const Unit& unit, int m_tile, int warp,
-                                           const float (&acc)[N / 2]) {
-  const float* scale = p.scale + (p.swiglu ? 2 * unit.expert : unit.expert);
-  store_rows<N>(p, unit, m_tile, warp, acc, scale[0], p.swiglu ? scale[1] : 0.0f);
-}
-
 }  // namespace expert
 }  // namespace msl

@@ -46,7 +46,7 @@ int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
   const cuuint64_t row_bytes = kExpertDim * 2, rows = p.route_bound;
   {
     const cuuint64_t dims[3] = {64, rows, kExpertDim / 64}, strides[2] = {row_bytes, 128};
-    const cuuint32_t box[3] = {64, 8, static_cast<cuuint32_t>(box_tiles(shape, p.weight_kind))};
+    const cuuint32_t box[3] = {64, 8, static_cast<cuuint32_t>(box_tiles(shape, p))};
     if (const int error = encode(&a.tokens8, p.x, 3, dims, strides, box)) return error;
   }
   {

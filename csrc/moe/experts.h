@@ -26,7 +26,7 @@ struct GemmArgs {
 int launch_few(const ExpertGemmParams&, const Launch&);
 int launch_wide(const GemmArgs&, const Launch&);
 int launch_tall(const GemmArgs&, const Launch&);
-int box_tiles(Shape, int weight_kind);  // k tiles of a box of `tokens8`
+int box_tiles(Shape, const ExpertGemmParams&);  // k tiles of a box of `tokens8`
 int prepare_few();
 int prepare_many();
 int prepare_pack();

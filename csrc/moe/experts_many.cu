@@ -15,8 +15,10 @@ using Wide = GemmConfig<2, 256>;
 // 64 expand more than chunks of 128, but few large units fill waves badly.
 constexpr int kTall64Tokens = 256;
 
-int box_tiles(Shape shape, int weight_kind) {
-  return shape == Shape::kTall ? Tall128::stage_tiles(8, weight_kind) : Wide::stage_tiles(8, weight_kind);
+static_assert(Tall32::stage_tiles(8, 0) == Tall64::stage_tiles(8, 0));
+int box_tiles(Shape shape, const ExpertGemmParams& p) {
+  if (shape == Shape::kWide) return Wide::stage_tiles(8, p.weight_kind);
+  return p.max_routes_per_expert <= kTall64Tokens ? Tall64::stage_tiles(8, 0) : Tall128::stage_tiles(8, 0);
 }
 int launch_tall(const GemmArgs& a, const Launch& l) {
   const int tokens = a.p.max_routes_per_expert;

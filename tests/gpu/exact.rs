@@ -32,18 +32,18 @@ fn position(k: usize) -> usize {
     (k & !63) | (((k & 15) >> 2) * 16 + ((k & 63) >> 4) * 2 + (k & 1) + 8 * ((k & 3) >> 1))
 }
 
-/// An NVFP4 matrix of one expert, packed, and FP32 factors of its outputs.
+/// An NVFP4 matrix of one or several experts, packed, and FP32 factors of its outputs.
 struct Packed {
     weight: Banded,
     scale: Banded,
 }
 
 fn pack(gpu: &Gpu, codes: &[u8], scales: &[u8], gs: &[f32], rows: usize) -> Packed {
-    let swiglu = rows == 2 * DIM;
+    let (swiglu, experts) = (rows == 2 * DIM, codes.len() / (rows * DIM / 2));
     let (codes, block_scale) = (put(gpu, codes), put(gpu, scales));
     let (global_scale, bad) = (put(gpu, &le(gs, f32::to_le_bytes)), put(gpu, &[0; 4]));
-    let weight = Banded::new(&gpu.device, (rows / 64 * (DIM / 64) * 2304) as u64);
-    let scale = Banded::new(&gpu.device, if swiglu { 8 } else { 4 });
+    let weight = Banded::new(&gpu.device, (experts * (rows / 64) * (DIM / 64) * 2304) as u64);
+    let scale = Banded::new(&gpu.device, 32 * if swiglu { 8 } else { 4 }); // of all local experts
     let params = PackExpertsParams {
         codes: codes.ptr() as *const c_void,
         block_scale: block_scale.ptr() as *const c_void,
@@ -51,12 +51,12 @@ fn pack(gpu: &Gpu, codes: &[u8], scales: &[u8], gs: &[f32], rows: usize) -> Pack
         dst: weight.ptr() as *mut c_void,
         scale: scale.ptr() as *mut f32,
         bad_scale: bad.ptr() as *mut i32,
-        experts: 1,
+        experts: experts as i32,
         rows: rows as i32,
         k: DIM as i32,
         swiglu: swiglu.into(),
         weight_kind: 0,
-        scales_per_expert: gs.len() as i32,
+        scales_per_expert: (gs.len() / experts) as i32,
     };
     let _current = gpu.device.make_current().expect("a context");
     // SAFETY: memory of the sizes that params.h gives, alive until the read below has waited.
@@ -69,7 +69,7 @@ fn pack(gpu: &Gpu, codes: &[u8], scales: &[u8], gs: &[f32], rows: usize) -> Pack
 /// One expert's `w13` (8192 rows) or `w2` (4096 rows) on `x` `[routes, 4096]` (natural columns), as BF16.
 fn expert(gpu: &Gpu, matrix: &Packed, x: &[bf16], few: bool) -> Vec<f32> {
     let routes = x.len() / DIM;
-    let swiglu = matrix.scale.read().len() == 8;
+    let swiglu = matrix.scale.read().len() == 256;
     let mut ordered = vec![bf16::ZERO; x.len()];
     for (from, to) in x.chunks_exact(DIM).zip(ordered.chunks_exact_mut(DIM)) {
         (0..DIM).for_each(|k| to[position(k)] = from[k]);
@@ -171,6 +171,64 @@ fn global_scales_multiply_once(#[values(1, 40)] routes: usize) {
     assert_eq!(with(&[1e-3]), base, "one scale is both");
     assert_eq!(with(&[1e-3, 2e-3]), base.iter().map(|v| 2.0 * v).collect::<Vec<_>>());
     assert_ne!(with(&[2e-3, 1e-3]), base);
+}
+
+/// CTAs that get equal runs of all k steps, and hand the sums of a cut unit on, leave the bits of those that take whole
+/// units, and every flag cleared.
+#[rstest]
+fn handed_on_sums_are_the_same_bits(#[values(32, 200)] tokens: usize, #[values(false, true)] swiglu: bool) {
+    let Some(gpu) = gpu("exact::handed_on_sums_are_the_same_bits") else { return };
+    // More blocks of 256 rows than multiprocessors.
+    let (rows, experts) = if swiglu { (2 * DIM, 5) } else { (DIM, 10) };
+    let random = Stream::new(3, "codes");
+    let codes: Vec<u8> = (0..experts * rows * DIM / 16).flat_map(|i| random.bits(i as u64).to_le_bytes()).collect();
+    let random = Stream::new(3, "scales");
+    let scales: Vec<u8> = (0..experts * rows * DIM / 128)
+        .flat_map(|i| ((random.bits(i as u64) & 0x0f0f_0f0f_0f0f_0f0f) | 0x3030_3030_3030_3030).to_le_bytes())
+        .collect();
+    let matrix = pack(&gpu, &codes, &scales, &vec![1e-3; experts], rows);
+    let counts: Vec<usize> = [17, 1, 32, 9, 24, 3, 8, 25, 2, 16].map(|n| n * tokens / 32)[..experts].to_vec();
+    let routes: usize = counts.iter().sum();
+    let offsets: Vec<i32> = (0..33).map(|e| counts.iter().take(e).sum::<usize>() as i32).collect();
+    let x: Vec<bf16> = (0..routes * DIM).map(|i| bf16::from_f32(random.normal(i as u64))).collect();
+    let (x, offsets) = (put(&gpu, &le(&x, bf16::to_le_bytes)), put(&gpu, &le(&offsets, i32::to_le_bytes)));
+    let sms = gpu.device.sm_count() as usize;
+    let words = sms * 256 * if tokens <= 32 { 32 } else { 64 };
+    let (carry, flags) = (Banded::new(&gpu.device, 4 * words as u64), put(&gpu, &vec![0; 4 * sms]));
+    let out = Banded::new(&gpu.device, (routes * DIM * 2) as u64);
+    let run = |carry_words: usize| {
+        out.fill(0xFF);
+        let params = ExpertGemmParams {
+            weight: matrix.weight.ptr() as *const c_void,
+            scale: matrix.scale.ptr() as *const f32,
+            x: x.ptr() as *const c_void,
+            out: out.ptr() as *mut c_void,
+            expert_offsets: offsets.ptr() as *const i32,
+            carry: carry.ptr() as *mut f32,
+            carry_flags: flags.ptr() as *mut u32,
+            swiglu: swiglu.into(),
+            splits: 1,
+            route_bound: routes as i32,
+            max_routes_per_expert: tokens as i32,
+            carry_words: carry_words as i32,
+            ..Default::default()
+        };
+        let _current = gpu.device.make_current().expect("a context");
+        let operation = if swiglu { bridge::w13 } else { bridge::w2 };
+        // SAFETY: as in `pack`.
+        unsafe { operation(&params, &launch(&gpu, false)) }.expect("the experts");
+        out.intact("the experts' output", 0xFF);
+        out.read()
+    };
+    let whole = run(0);
+    assert!(halves(&whole).iter().all(|v| v.is_finite()) && halves(&whole).iter().any(|v| *v != bf16::ZERO));
+    carry.fill(0xFF);
+    for _ in 0..5 {
+        assert!(run(words) == whole, "other bits");
+        assert!(flags.read().iter().all(|b| *b == 0), "a flag is left");
+    }
+    assert!(carry.read().iter().any(|b| *b != 0xFF), "nothing was handed on");
+    carry.intact("what is handed on", 0xFF);
 }
 
 /// A NaN scale anywhere is found and named: first, last, of either sign.

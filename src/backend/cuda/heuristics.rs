@@ -10,6 +10,7 @@ use crate::config::{LayerKind, WeightKind};
 use crate::plan::{
     AttentionEngine, AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan, ShortRequests,
 };
+use crate::workspace::{CARRY_FLAGS, CONTROL_WORDS};
 
 /// Up to this many tokens the dense projections take the skinny kernel (weights on M, tokens on N): at 128 it
 /// runs a chain of the four in 63 us, the tiled kernel in 75.
@@ -21,6 +22,10 @@ pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
 /// Up to this many tokens the experts take the few-token kernel, which holds 8 of an expert at once: at 16 tokens, with
 /// 41 routes on 10 experts, it takes 88 us and the other 83.
 pub const FEW_TOKENS: u32 = 8;
+/// Up to this many tokens, and on devices of up to so many multiprocessors, the experts' CTAs get equal shares of the
+/// work, cut inside units.
+pub const CARRY_TOKENS: u32 = 256;
+const CARRY_SMS: u32 = CONTROL_WORDS as u32 - CARRY_FLAGS;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
 /// Up to this many tokens one pass covers every route there can be: a chunk of 8192 and the rows that decode beside it.
@@ -66,7 +71,7 @@ pub fn choose(key: &PlanKey, experts: WeightKind, sm_count: u32) -> Launches {
         o: o(tokens, sm_count),
         router: router(tokens, sm_count),
         pooler: pooler(tokens, sm_count),
-        experts: self::experts(tokens, key.route_bound, experts),
+        experts: self::experts(tokens, key.route_bound, experts, sm_count),
         unpooler: unpooler(tokens, key.rank, sm_count),
     }
 }
@@ -240,11 +245,14 @@ fn tiled_splits(items: u64, key_tiles: u64, tokens: u64) -> u64 {
 /// token is the most there can be. The kernels are persistent, so a wide bound costs scratch (24 KB a route)
 /// and nothing else, while a second pass costs the FP32 sum between passes: one pass to 8704 tokens (1.7 GB),
 /// above that 4 routes a token in each of two passes, the second of which finds little or nothing to do.
-fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind) -> ExpertPlan {
+fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind, sm_count: u32) -> ExpertPlan {
     let all = tokens * m::TOP_K;
     let usual = if tokens <= SINGLE_PASS_TOKENS { all } else { (4 * tokens).next_multiple_of(256) };
     let route_bound = bound.unwrap_or(usual).min(all).max(1);
     let few = tokens <= FEW_TOKENS;
+    let max_routes_per_expert = tokens.min(route_bound);
+    let carry =
+        !few && weight_kind == WeightKind::Nvfp4 && max_routes_per_expert <= CARRY_TOKENS && sm_count <= CARRY_SMS;
     ExpertPlan {
         weight_kind,
         few,
@@ -252,7 +260,9 @@ fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind) -> ExpertPl
         w2_splits: if few { 2 } else { 1 },
         route_bound,
         passes: all.div_ceil(route_bound).max(1),
-        max_routes_per_expert: tokens.min(route_bound),
+        max_routes_per_expert,
+        // 256 weight rows x 32 or 64 tokens a CTA, as the chunks of csrc/moe/experts_many.cu are.
+        carry_words: if carry { sm_count * 256 * if max_routes_per_expert <= 32 { 32 } else { 64 } } else { 0 },
     }
 }
 
@@ -334,6 +344,15 @@ mod tests {
                 assert!(bound.is_some() || e.passes <= 2);
             }
         }
+    }
+
+    #[test]
+    fn sums_are_carried_where_there_is_room_for_them() {
+        let words = |tokens: u32, kind, sms| choose(&key(tokens), kind, sms).experts.carry_words;
+        let nvfp4 = |tokens| words(tokens, WeightKind::Nvfp4, SMS);
+        assert_eq!([8, 9, 32, 33, 256, 257].map(nvfp4), [0, 32, 32, 64, 64, 0].map(|tokens| SMS * 256 * tokens));
+        assert_eq!(words(16, WeightKind::Bf16, SMS), 0);
+        assert_eq!(words(16, WeightKind::Nvfp4, CARRY_SMS + 1), 0, "more multiprocessors than flags");
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::step::Args;
 use crate::stream::Stream;
 use crate::tensor::{DType, DeviceTensor};
 use crate::weights::device::DeviceWeights;
-use crate::workspace::Layout;
+use crate::workspace::{Layout, CARRY_FLAGS};
 
 /// One call: everything its launches need.
 pub(crate) struct Step<'a> {
@@ -433,6 +433,9 @@ impl Step<'_> {
             route_begin: self.route_begin(pass),
             route_bound: e.route_bound as i32,
             max_routes_per_expert: e.max_routes_per_expert as i32,
+            carry: if e.carry_words > 0 { self.scratch.carry as *mut f32 } else { std::ptr::null_mut() },
+            carry_flags: (self.scratch.control + 4 * u64::from(CARRY_FLAGS)) as *mut u32,
+            carry_words: e.carry_words as i32,
             ..Default::default()
         }
     }

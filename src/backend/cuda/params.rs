@@ -230,6 +230,8 @@ params! {
         x: *const c_void,
         out: *mut c_void,
         expert_offsets: *const i32,
+        carry: *mut f32,
+        carry_flags: *mut u32,
         swiglu: i32,
         weight_kind: i32,
         splits: i32,
@@ -237,6 +239,7 @@ params! {
         route_begin: i32,
         route_bound: i32,
         max_routes_per_expert: i32,
+        carry_words: i32,
     }
     /// `msl::CombineParams`.
     struct CombineParams {
