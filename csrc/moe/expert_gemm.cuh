@@ -282,7 +282,7 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
 }
 
 template <class C, int kKind, int N>
-__device__ __forceinline__ void consume_item(const GemmArgs& a, const Shared<C>& s, Place<C>& at, const Item& item, int row_group) {
+__device__ __forceinline__ void consume_item(const GemmArgs& a, Place<C>& at, const Item& item, int row_group) {
   if (row_group >= item.height) {  // no row tile of this item: only keeps up with the ring
 #pragma unroll 1
     for (int t = item.k_tiles / C::stage_tiles(N, kKind); t > 0; t--) {
@@ -292,7 +292,9 @@ __device__ __forceinline__ void consume_item(const GemmArgs& a, const Shared<C>&
     }
     return;
   }
-  const float2 scale = s.lists.scale[item.expert];
+  // Here, since they may come from far.
+  const float* scales = a.p.scale + (a.p.swiglu ? 2 * item.expert : item.expert);
+  const float scale = scales[0], up_scale = a.p.swiglu ? scales[1] : 0.0f;
   float acc[N / 2];
   if constexpr (C::kCarry) {
     begin_sums<C, N>(a.p, row_group, item.resumes, acc);
@@ -302,7 +304,7 @@ __device__ __forceinline__ void consume_item(const GemmArgs& a, const Shared<C>&
   }
   multiply<C, kKind, N>(at, row_group, item.k_tiles, acc);
   if (C::kCarry && item.hands_over) give_sums<C, N>(a.p, row_group, acc);
-  else store_rows<N>(a.p, item, item.block + row_group, (threadIdx.x >> 5) & 3, acc, scale.x, scale.y);
+  else store_rows<N>(a.p, item, item.block + row_group, (threadIdx.x >> 5) & 3, acc, scale, up_scale);
 }
 
 template <class C, int kKind>
@@ -315,7 +317,7 @@ __device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t
     const Item item = decode_item<C>(s, n, i, a);
 #define MSL_WIDTH(N)                                                                                    \
   case N:                                                                                               \
-    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, s, at, item, row_group); \
+    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, at, item, row_group); \
     break;
     switch (C::width(item.tokens)) { MSL_WIDTHS(MSL_WIDTH) }
 #undef MSL_WIDTH

@@ -17,7 +17,6 @@ struct Lists {
   int count[kLocalExperts];
   int prefix[kLocalExperts + 1];  // units before the i-th
   int total;                      // units
-  float2 scale[kLocalExperts];    // by expert: of gate and up, or of w2 and nothing
 };
 
 struct Unit {
@@ -33,7 +32,6 @@ __device__ __forceinline__ void build_lists(Lists& lists, const ExpertGemmParams
   int high = __ldcg(p.expert_offsets + lane + 1) - p.route_begin;
   low = min(max(low, 0), p.route_bound);
   high = min(max(high, 0), p.route_bound);
-  lists.scale[lane] = p.swiglu ? reinterpret_cast<const float2*>(p.scale)[lane] : make_float2(p.scale[lane], 0.0f);
   const int count = high - low;
   const int units = (count + kMaxN - 1) / kMaxN * units_per_chunk;
   int rank = 0, before = 0;
