@@ -30,16 +30,18 @@ struct NvtxDomain {
 };
 }  // namespace
 
-#define MSL_OPERATION(name, Params)                                  \
+// A form of an operation has an entry of its own and the operation's range.
+#define MSL_FORM(name, operation, Params)                            \
   int32_t name(const Params& params, const Launch& launch) {         \
-    const nvtx3::scoped_range_in<NvtxDomain> range{#name};           \
+    const nvtx3::scoped_range_in<NvtxDomain> range{operation};       \
     return told(msl::name(params, launch));                          \
   }
+#define MSL_OPERATION(name, Params) MSL_FORM(name, #name, Params)
 MSL_OPERATION(qkv_gate, DenseParams)
 MSL_OPERATION(o, DenseParams)
 MSL_OPERATION(pooler, DenseParams)
 MSL_OPERATION(unpooler, DenseParams)
-MSL_OPERATION(router_planes, DenseParams)
+MSL_FORM(router_planes, "router", DenseParams)
 MSL_OPERATION(qk_norm_rope_append, QkNormRopeAppendParams)
 MSL_OPERATION(attention, AttentionParams)
 MSL_OPERATION(fa3_schedule, Fa3AttentionParams)
@@ -60,8 +62,10 @@ MSL_OPERATION(pack_dense, PackDenseParams)
 MSL_OPERATION(pack_router, PackRouterParams)
 MSL_OPERATION(pack_experts, PackExpertsParams)
 #undef MSL_OPERATION
+#undef MSL_FORM
 
 int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionParams& attention, const Launch& launch) {
+  const nvtx3::scoped_range_in<NvtxDomain> range{"append_attention"};
   return told(msl::append_attention(append, attention, launch));
 }
 

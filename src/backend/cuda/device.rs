@@ -1,4 +1,4 @@
-//! Driver, devices and allocations. The only file, with `ops.rs` and `graph.rs`, that calls CUDA.
+//! The driver: devices, contexts and allocations, and the code of each failed call as a typed error.
 //!
 //! Devices are used through their primary context, which the runtime API inside the kernels' library and
 //! every other user of the device in the process share. It is made current for the length of a call and

@@ -10,7 +10,7 @@ use crate::config::Taps;
 use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
 use crate::layer::DecoderLayer;
-use crate::plan::{Plan, PlanKey, ShortRequests};
+use crate::plan::{PlanKey, ShortRequests};
 use crate::step::{AttentionInput, DeviceInput, DeviceOutput, DeviceTaps, Tap};
 use crate::stream::Stream;
 use crate::tensor::{DType, DeviceTensor};
@@ -124,7 +124,7 @@ impl Uploads {
 }
 
 /// The key of a step on host arrays.
-pub fn key(input: &StepInput, tokens: usize, page_size: usize, options: &StepOptions) -> Result<PlanKey> {
+fn key(input: &StepInput, tokens: usize, page_size: usize, options: &StepOptions) -> Result<PlanKey> {
     let batch = &input.batch;
     batch.validate(tokens)?;
     let offsets = batch.cu_seqlens_q;
@@ -234,10 +234,4 @@ fn tap_values(up: &Uploads, output: &DeviceOutput, topk_ids: &[i32], tokens: usi
         moe_mix: get(Tap::MoeMix)?,
         ffn_out: get(Tap::FfnOut)?,
     })
-}
-
-/// A plan for host arrays, for callers that want to print it.
-pub fn plan(layer: &DecoderLayer, input: &StepInput, page_size: usize, options: &StepOptions) -> Result<Plan> {
-    let tokens = input.stream.len() / layer.config().hidden.max(1);
-    layer.plan(key(input, tokens, page_size, options)?)
 }

@@ -16,32 +16,38 @@
 //! | `nccl.rs` | collectives between GPUs, feature `nccl` |
 //! | `graph.rs` | streams, events, captured graphs, an emptied L2 cache |
 //!
-//! The decisions and the structs need no toolkit: they are compiled, and tested, in every build.
+//! The decisions need no toolkit: they are compiled, and tested, in every build. What a runtime uses is [`model`],
+//! `Device`, `Buffer`, `graph`, `peers` and `nccl`; the rest is hidden from the documentation, and open to tests and
+//! measurements.
 
+#[doc(hidden)]
 pub mod heuristics;
 pub mod model;
 pub mod tiles;
 
 #[cfg(feature = "cuda")]
+#[doc(hidden)]
 pub mod bridge;
 #[cfg(feature = "cuda")]
 pub mod device;
 #[cfg(feature = "cuda")]
 pub mod graph;
 #[cfg(feature = "cuda")]
-pub mod host;
+pub(crate) mod host;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 #[cfg(feature = "cuda")]
 pub(crate) mod ops;
 #[cfg(feature = "cuda")]
+#[doc(hidden)]
 pub mod params;
 #[cfg(feature = "cuda")]
 pub mod peers;
 #[cfg(feature = "cuda")]
+#[doc(hidden)]
 pub mod resident;
 #[cfg(feature = "cuda")]
-pub mod staging;
+pub(crate) mod staging;
 
 #[cfg(feature = "cuda")]
 pub use device::{Buffer, Device};

@@ -2,17 +2,19 @@
 //! call's arguments, and launches it. Names as in `csrc/include/ops.h`, order as in the step.
 #![allow(unsafe_code)]
 
+mod fa3;
+mod ranks;
+
+pub(crate) use fa3::prepare_metadata;
+
 use crate::backend::cuda::params::*;
 use crate::backend::cuda::{bridge, model as m, Buffer, Device};
-use crate::collective::{Collective, Queue};
+use crate::collective::Collective;
 use crate::config::{QueryPrecision, WeightKind};
 use crate::error::{Error, Result};
 use crate::layer::After;
 use crate::plan::{AttentionEngine, AttentionPlan, DensePlan, Plan, RouterForm};
-use crate::scheduler::Lengths;
 use crate::step::Args;
-use crate::stream::Stream;
-use crate::tensor::{DType, DeviceTensor};
 use crate::weights::device::DeviceWeights;
 use crate::workspace::{Layout, CARRY_FLAGS};
 
@@ -43,49 +45,6 @@ struct AttentionPart<'a> {
 const SOFTMAX_SCALE: f32 = 5.473_006_2 / 8.0;
 /// Elements from a token's planes of `ffn_input` to the next token's.
 const PLANES_STRIDE: i32 = 3 * m::HIDDEN as i32;
-
-/// What fa3_schedule reads: the plan's shape, lengths and metadata at these addresses.
-fn fa3_params(plan: &Plan, cu_seqlens_q: u64, cache_seqlens: u64, metadata: u64) -> Fa3AttentionParams {
-    let (key, l) = (&plan.key, &plan.launches.attention);
-    Fa3AttentionParams {
-        cache_seqlens: cache_seqlens as *const i32,
-        cu_seqlens_q: cu_seqlens_q as *const i32,
-        metadata: metadata as *mut i32,
-        table_width: key.table_width as i32,
-        page_log2: key.page_size.trailing_zeros() as i32,
-        tokens: key.tokens as i32,
-        requests: key.requests as i32,
-        max_q_len: key.max_q_len as i32,
-        window: l.window as i32,
-        splits: l.splits as i32,
-        ..Default::default()
-    }
-}
-
-/// [`SchedulerMetadata::prepare`](crate::SchedulerMetadata::prepare) after its checks: on the device that the
-/// memory is of.
-pub(crate) fn prepare_metadata(plan: &Plan, lengths: &Lengths, stream: Stream) -> Result<()> {
-    if plan.key.tokens == 0 || plan.key.requests == 0 {
-        return Ok(());
-    }
-    let memory = lengths.memory.ptr();
-    let ordinal = match bridge::pointer_location(memory)? {
-        bridge::Location::Device(ordinal) => ordinal,
-        _ => return Err(Error::Memory { tensor: "memory".into(), wanted: "device", got: "host" }),
-    };
-    let device = Device::new(ordinal)?;
-    if plan.sm_count != device.sm_count() {
-        let (planned, got) = (plan.sm_count.to_string(), device.sm_count().to_string());
-        return Err(Error::Plan { field: "sm_count", planned, got });
-    }
-    let _current = device.make_current()?;
-    device.check_pointer("cu_seqlens_q", lengths.cu_seqlens_q.ptr())?;
-    device.check_pointer("cache_seqlens", lengths.cache_seqlens.ptr())?;
-    let params = fa3_params(plan, lengths.cu_seqlens_q.ptr(), lengths.cache_seqlens.ptr(), memory);
-    let launch = Launch { stream: stream.as_ptr(), sm_count: device.sm_count() as i32, dependent: 0 };
-    // SAFETY: addresses of checked tensors of this device.
-    unsafe { bridge::fa3_schedule(&params, &launch) }
-}
 
 impl Step<'_> {
     /// Tells a caller who measures. In a debugging plan, names the operation (the last name is the one that
@@ -242,42 +201,6 @@ impl Step<'_> {
         })
     }
 
-    /// The scheduler metadata, unless the caller brought one.
-    pub fn fa3_schedule(&self) -> Result<()> {
-        let a = &self.args;
-        if a.scheduler_metadata != 0 {
-            return Ok(());
-        }
-        let params = fa3_params(self.plan, a.cu_seqlens_q, a.cache_seqlens, self.scratch.fa3_metadata);
-        // SAFETY: as in `qkv_gate`.
-        self.launched("fa3_schedule", unsafe { bridge::fa3_schedule(&params, &self.launch) })
-    }
-
-    /// Attention by FlashAttention-3: BF16 `[T, 1024]`.
-    pub fn fa3_attention(&self) -> Result<()> {
-        let (a, s) = (&self.args, &self.scratch);
-        let metadata = if a.scheduler_metadata != 0 { a.scheduler_metadata } else { s.fa3_metadata };
-        let params = Fa3AttentionParams {
-            q_half: s.q as *const _,
-            q: s.fa3_q as *mut _,
-            k_cache: a.k_cache as *const _,
-            v_cache: a.v_cache as *const _,
-            page_table: a.page_table as *const i32,
-            k_scale: a.k_scale as *const f32,
-            v_scale: a.v_scale as *const f32,
-            out: s.fa3_out as *mut _,
-            lse: s.fa3_lse as *mut f32,
-            acc: s.acc as *mut f32,
-            acc_lse: s.fa3_acc_lse as *mut f32,
-            pages: a.pages,
-            table_stride: a.table_stride,
-            softmax_scale: SOFTMAX_SCALE,
-            ..fa3_params(self.plan, a.cu_seqlens_q, a.cache_seqlens, metadata)
-        };
-        // SAFETY: as in `qkv_gate`.
-        self.launched("fa3_attention", unsafe { bridge::fa3_attention(&params, &self.launch) })
-    }
-
     /// Joins the splits, norms each head, gates: BF16 `[T, 1024]`.
     pub fn out_norm_gate(&self) -> Result<()> {
         self.parts().try_for_each(|part| {
@@ -363,7 +286,7 @@ impl Step<'_> {
                     planes: 3,
                 };
                 // SAFETY: as in `qkv_gate`.
-                self.launched("router_planes", unsafe { bridge::router_planes(&params, &self.launch) })
+                self.launched("router", unsafe { bridge::router_planes(&params, &self.launch) })
             }
         }
     }
@@ -540,62 +463,5 @@ impl Step<'_> {
         };
         // SAFETY: as in `qkv_gate`.
         self.launched("ffn_boundary", unsafe { bridge::ffn_boundary(&params, &launch) })
-    }
-}
-
-/// What the ranks say to each other; nothing where there is one.
-impl Step<'_> {
-    fn stream(&self) -> Stream {
-        // SAFETY: the caller's stream, which the caller vouched for.
-        unsafe { Stream::from_raw(self.launch.stream) }
-    }
-
-    /// The edge to an operation behind a collective of `bytes` a rank: a plain one where the collective lets nothing
-    /// start early.
-    fn behind_collective(&self, bytes: u32) -> Launch {
-        let dependent = self.ranks.is_identity() || self.ranks.dependent(bytes as usize);
-        Launch { dependent: self.launch.dependent * i32::from(dependent), ..self.launch }
-    }
-
-    fn queue(&self) -> Queue {
-        Queue { stream: self.stream(), dependent: self.launch.dependent != 0 }
-    }
-
-    fn sum(&self, name: &'static str, address: u64, columns: u32) -> Result<()> {
-        if self.ranks.is_identity() {
-            return Ok(());
-        }
-        let shape = [self.plan.key.tokens as usize, columns as usize];
-        // SAFETY: a segment's border: the caller's tensor, a tap or scratch, of this shape.
-        let partial = unsafe { DeviceTensor::contiguous(address, DType::Bf16, &shape) };
-        self.launched("all_reduce", self.ranks.all_reduce(name, &partial, self.queue()))
-    }
-
-    /// The ranks' sum in place of `attn_out`.
-    pub fn sum_attn_out(&self) -> Result<()> {
-        self.sum("attn_out", self.args.attn_out, m::HIDDEN)
-    }
-
-    /// The ranks' sum in place of `moe_mix`.
-    pub fn sum_moe_mix(&self) -> Result<()> {
-        self.sum("moe_mix", self.args.moe_mix, m::EXPERT_DIM)
-    }
-
-    /// All ranks' slices, where the unpooler made a slice.
-    pub fn gather_slices(&self) -> Result<()> {
-        let a = &self.args;
-        if a.slices == 0 {
-            return Ok(());
-        }
-        self.slice_sum()?;
-        let (tokens, width, ranks) = (self.plan.key.tokens as usize, m::UNPOOL_SLICE as usize, a.slice_ranks as usize);
-        // SAFETY: the region `slices` of the workspace, and this rank's part of it.
-        let (part, gathered) = unsafe {
-            (
-                DeviceTensor::contiguous(a.slice, DType::F32, &[tokens, width]),
-                DeviceTensor::contiguous(a.slices, DType::F32, &[ranks, tokens, width]),
-            )
-        };
-        self.launched("all_gather", self.ranks.all_gather("ffn_out", &part, &gathered, self.queue()))
     }
 }
