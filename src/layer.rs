@@ -67,6 +67,10 @@ pub struct DecoderLayer {
 impl DecoderLayer {
     /// Takes the weights to the backend. May allocate and synchronise; the originals may be dropped or
     /// freed afterwards.
+    ///
+    /// Errors: [`Error::Config`]; on CUDA [`Error::CudaDimensions`], [`Error::NoCuda`], [`Error::NoDriver`],
+    /// [`Error::NoDevice`], [`Error::UnsupportedGpu`], [`Error::OutOfMemory`], [`Error::NanScale`]; on the CPU
+    /// [`Error::Memory`] for weights in device memory.
     pub fn new(config: LayerConfig, weights: LayerWeights, backend: Backend) -> Result<DecoderLayer> {
         config.validate()?;
         let has_next_norm = weights.has_next_norm();
@@ -108,6 +112,9 @@ impl DecoderLayer {
     /// Decides what steps of `key` launch. The kernels are loaded by then, so that nothing is loaded in
     /// capture. `MUSE_SPARK_LAYER_SYNC=1` in the environment makes every plan a debugging one, which
     /// prints each operation to stderr, synchronises after it and names the one that failed.
+    ///
+    /// Errors: [`Error::Limit`] or [`Error::Value`] for a field of the key, [`Error::Unsupported`] for a choice that
+    /// the backend does not have.
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
     pub fn plan(&self, mut key: PlanKey) -> Result<Plan> {
         match &self.engine {
@@ -123,7 +130,7 @@ impl DecoderLayer {
         }
     }
 
-    /// A workspace large enough for `plan`, in memory of its own. Allocates and synchronises.
+    /// A workspace large enough for `plan`, in memory of its own. Allocates and synchronises; [`Error::OutOfMemory`].
     pub fn workspace(&self, plan: &Plan) -> Result<Workspace> {
         self.workspace_of(plan.workspace_bytes)
     }
@@ -154,7 +161,8 @@ impl DecoderLayer {
         }
     }
 
-    /// A step on host arrays. On CUDA it uploads, runs and downloads: convenient, not fast.
+    /// A step on host arrays: shapes at [`StepInput`] and [`Cache`], whose new rows are written. On CUDA it uploads, runs
+    /// and downloads: convenient, not fast. Errors name the array that does not fit.
     pub fn forward_host(&self, input: &StepInput, cache: &mut Cache, options: &StepOptions) -> Result<StepOutput> {
         self.forward_host_with(input, cache, options, &Identity)
     }
@@ -193,7 +201,12 @@ fn cuda_engine(device: i32, config: &LayerConfig, weights: &LayerWeights) -> Res
 
 /// Steps on device memory. What can be checked without a device is checked first, in every build.
 impl DecoderLayer {
-    /// A whole step: the collectives are the identity.
+    /// A whole step: the collectives are the identity. Shapes and types at [`DeviceInput`] and [`DeviceOutput`].
+    ///
+    /// Errors, all before anything is launched: the tensor that does not fit by its name ([`Error::Shape`],
+    /// [`Error::DType`], [`Error::Stride`], [`Error::Alignment`], [`Error::Null`], [`Error::Alias`], [`Error::Missing`],
+    /// [`Error::Device`], [`Error::Memory`]), [`Error::Plan`] for a call that was not planned so, [`Error::Limit`] for a
+    /// workspace that is too small. Then [`Error::Cuda`] or [`Error::ContextLost`], where CUDA fails.
     pub fn forward(
         &self,
         plan: &Plan,

@@ -13,15 +13,19 @@
 //! | [`weights`] | from host arrays, device memory or safetensors; NVFP4 |
 //! | [`routing`] | top 8 and the expert lists, for the CPU |
 //! | [`backend`] | `cpu`: one function per operation, any dimensions; `cuda`: kernels behind a bridge |
-//! | [`capi`] | the C ABI |
+//! | `capi` | the C ABI, which `csrc/include/muse_spark_layer.h` documents |
 //! | `dlpack` | DLPack tensors as a step's tensors (feature `dlpack`) |
 //! | [`tensor`], [`numerics`], [`error`] | plain tensors, small number formats, typed errors |
+//!
+//! What is hidden from these pages (the bridge, launch parameters and heuristics, scratch layouts, checks of a call)
+//! is open to the crate's own tests and command line, and promises nothing.
 //!
 //! Without the feature `cuda` everything but the GPU itself is here: the CPU backend, plans, checks.
 
 #![warn(missing_docs)]
 
 pub mod backend;
+#[doc(hidden)]
 pub mod capi;
 pub mod collective;
 pub mod config;

@@ -87,6 +87,12 @@ pub fn f32_to_e2m1(x: f32) -> u8 {
     }
 }
 
+/// `1 / (1 + e^-x)`.
+#[inline]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
 /// `||got - want|| / ||want||` over all elements, in FP64. Not finite when an element of `got` is not.
 pub fn relative_l2(got: &[f32], want: &[f32]) -> f64 {
     assert_eq!(got.len(), want.len());

@@ -1,6 +1,6 @@
 //! A step's arguments in device memory, and every check of them that needs no device.
 //!
-//! Names and shapes are those of `docs/` and of the reference. T tokens, B requests.
+//! Names and shapes are those of docs/glossary.md and of the reference. T tokens, B requests.
 
 use crate::backend::cuda::model as m;
 use crate::config::Taps;
@@ -194,6 +194,7 @@ impl DeviceTaps {
 
 /// The tensors of a call, by name, after every check that needs no device. Inputs may overlap each other,
 /// outputs nothing.
+#[doc(hidden)]
 pub struct Checked<'a> {
     inputs: [Option<(&'static str, &'a DeviceTensor)>; 16],
     outputs: [Option<(&'static str, &'a DeviceTensor)>; 16],
@@ -346,6 +347,7 @@ fn optional<'a>(c: &mut Checked<'a>, t: Option<&'a DeviceTensor>) -> Result<()> 
 }
 
 /// Checks a whole step.
+#[doc(hidden)]
 pub fn check_step<'a>(
     plan: &Plan,
     input: &'a DeviceInput,
@@ -366,6 +368,7 @@ pub fn check_step<'a>(
 }
 
 /// Checks the attention block.
+#[doc(hidden)]
 pub fn check_attention_block<'a>(
     plan: &Plan,
     input: &'a AttentionInput,
@@ -378,6 +381,7 @@ pub fn check_attention_block<'a>(
 }
 
 /// Checks the boundary and the MoE block.
+#[doc(hidden)]
 pub fn check_moe_block<'a>(plan: &Plan, input: &'a MoeInput, output: &'a MoeOutput) -> Result<Checked<'a>> {
     let mut c = Checked::new();
     let t = plan.key.tokens as usize;
@@ -393,6 +397,7 @@ pub fn check_moe_block<'a>(plan: &Plan, input: &'a MoeInput, output: &'a MoeOutp
 }
 
 /// Checks the unpooler and the final boundary.
+#[doc(hidden)]
 pub fn check_final_block<'a>(
     plan: &Plan,
     input: &'a FinalInput,
@@ -419,6 +424,7 @@ fn sliced(plan: &Plan) -> Result<()> {
 }
 
 /// Checks the sliced unpooler.
+#[doc(hidden)]
 pub fn check_unpool_block<'a>(plan: &Plan, moe_mix: &'a DeviceTensor, slice: &'a DeviceTensor) -> Result<Checked<'a>> {
     sliced(plan)?;
     let mut c = Checked::new();
@@ -429,6 +435,7 @@ pub fn check_unpool_block<'a>(plan: &Plan, moe_mix: &'a DeviceTensor, slice: &'a
 }
 
 /// Checks the final boundary behind a gather.
+#[doc(hidden)]
 pub fn check_ffn_block<'a>(
     plan: &Plan,
     input: &'a FfnInput,

@@ -31,6 +31,7 @@ struct Carver {
 }
 
 /// A region of a workspace, by name: for tests and for printing.
+#[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     /// What it holds.
@@ -54,6 +55,7 @@ impl Carver {
 }
 
 /// Device addresses of a call's scratch, named as the fields of `csrc/include/params.h` that use them.
+#[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
     /// u32 `[256]`, zero before and after every call.

@@ -377,15 +377,15 @@ fn segments_make_the_layer() {
     let want = run(&layer, &mut step.clone(), &options);
     let SyntheticStep { input, cache } = &mut step;
     let view = input.view();
-    let attention = layer.attention_segment(view.attn_input, &view.batch, &mut cache.view(), &options).unwrap();
-    let moe = layer.moe_segment(view.stream, &attention.attn_out, view.local_start, None).unwrap();
-    let mut ffn_out = layer.unpool_segment(&moe.moe_mix, 0).unwrap();
-    assert_eq!(layer.ffn_segment(&moe.stream_after_attn, &ffn_out).unwrap().stream, want.stream);
+    let attention = layer.attention_block(view.attn_input, &view.batch, &mut cache.view(), &options).unwrap();
+    let moe = layer.moe_block(view.stream, &attention.attn_out, view.local_start, None).unwrap();
+    let mut ffn_out = layer.unpool_block(&moe.moe_mix, 0).unwrap();
+    assert_eq!(layer.ffn_block(&moe.stream_after_attn, &ffn_out).unwrap().stream, want.stream);
     // Sliced, the ranks' columns are disjoint and add up to the whole.
     let few = &moe.moe_mix[..8 * config.expert_dim];
     let mut sum = vec![0f32; 8 * config.hidden];
     for rank in 0..config.hidden / config.unpool_slice {
-        for (s, v) in sum.iter_mut().zip(layer.unpool_segment(few, rank).unwrap()) {
+        for (s, v) in sum.iter_mut().zip(layer.unpool_block(few, rank).unwrap()) {
             *s += v;
         }
     }

@@ -183,7 +183,8 @@ impl Packer<'_> {
 
     /// `1 + w`.
     fn norm(&self, name: &str) -> Result<Buffer> {
-        self.upload(&derived::one_plus(&self.host(name)?))
+        let weight: Vec<f32> = self.host(name)?.iter().map(|w| 1.0 + w).collect();
+        self.upload(&weight)
     }
 
     /// Global scales of expert matrix `name` on the device, and how many an expert has.
@@ -359,7 +360,7 @@ impl DeviceWeights {
             next_pre_attn_norm: if weights.has_next_norm() { Some(p.norm("next_pre_attn_norm")?) } else { None },
             ffn_alpha: p.upload(&ffn_alpha)?,
             ffn_beta: p.upload(&ffn_beta)?,
-            inv_freq: p.upload(&derived::inv_freq(config))?,
+            inv_freq: p.upload(&config.inv_freq())?,
         };
         device.synchronize_stream(0)?;
         Ok(weights)

@@ -186,10 +186,7 @@ pub(crate) fn check<'t>(
 /// Vectors derived from the weights, in FP32 as the reference computes them.
 pub mod derived {
     use crate::config::LayerConfig;
-
-    fn sigmoid(x: f32) -> f32 {
-        1.0 / (1.0 + (-x).exp())
-    }
+    use crate::numerics::sigmoid;
 
     /// `(alpha, beta)` of a residual boundary: `new = alpha * stream + beta * branch`.
     pub fn residual_coefficients(config: &LayerConfig, gate: &[f32]) -> (Vec<f32>, Vec<f32>) {
@@ -201,21 +198,6 @@ pub mod derived {
                 (alpha, beta)
             })
             .unzip()
-    }
-
-    /// `1 + w`.
-    pub fn one_plus(weight: &[f32]) -> Vec<f32> {
-        weight.iter().map(|&w| 1.0 + w).collect()
-    }
-
-    /// `1 / theta^(2 i / head_dim)` in FP32, each step rounded as the reference rounds it.
-    pub fn inv_freq(config: &LayerConfig) -> Vec<f32> {
-        (0..config.head_dim / 2)
-            .map(|i| {
-                let exponent = (2 * i) as f32 / config.head_dim as f32;
-                1.0 / (config.rope_theta.powf(exponent as f64) as f32)
-            })
-            .collect()
     }
 
     #[cfg(test)]
@@ -231,14 +213,6 @@ pub mod derived {
                 assert!((a * a + b * b - 1.0).abs() < 1e-6, "alpha^2 = (1 - beta)(1 + beta)");
             }
             assert_eq!(alpha[3], 1e-3f32.sqrt(), "the radicand is clamped");
-        }
-
-        #[test]
-        fn inv_freq_falls_from_one() {
-            let f = inv_freq(&LayerConfig::muse_spark_tp8());
-            assert_eq!((f.len(), f[0]), (32, 1.0));
-            assert!(f.windows(2).all(|w| w[1] < w[0]));
-            assert!((f[31] as f64 * 500_000f64.powf(62.0 / 64.0) - 1.0).abs() < 1e-6);
         }
     }
 }

@@ -108,13 +108,13 @@ impl Deployment {
             let (mut cache, batch) = (step.cache.clone(), step.input.view().batch);
             let options = exact(self.kind);
             let part: AttentionSegment =
-                layer.attention_segment(attn_input, &batch, &mut cache.view(), &options).unwrap();
+                layer.attention_block(attn_input, &batch, &mut cache.view(), &options).unwrap();
             add(&mut attn_out, &part.attn_out);
             attn_core.push(part.attn_core);
         }
         let (mut moe_mix, mut topk_ids, mut after) = (Vec::new(), Vec::new(), Vec::new());
         for (layer, local_start) in &self.ranks {
-            let part = layer.moe_segment(stream, &attn_out, *local_start, None).unwrap();
+            let part = layer.moe_block(stream, &attn_out, *local_start, None).unwrap();
             add(&mut moe_mix, &part.moe_mix);
             (topk_ids, after) = (part.topk_ids, part.stream_after_attn);
         }
@@ -122,10 +122,10 @@ impl Deployment {
         for (rank, (layer, _)) in self.ranks.iter().enumerate() {
             // Sliced: zeros but for the rank's columns. Whole: the same on every rank.
             if rank == 0 || self.config().sliced(tokens) {
-                add(&mut ffn_out, &layer.unpool_segment(&moe_mix, rank).unwrap());
+                add(&mut ffn_out, &layer.unpool_block(&moe_mix, rank).unwrap());
             }
         }
-        let end = self.ranks[0].0.ffn_segment(&after, &ffn_out).unwrap();
+        let end = self.ranks[0].0.ffn_block(&after, &ffn_out).unwrap();
         Results { attn_core, attn_out, topk_ids, moe_mix, stream: end.stream, hidden: end.hidden }
     }
 }

@@ -332,7 +332,7 @@ fn gathered_slices_are_the_branch(#[values(1, 3, 5, 8)] tokens: usize, #[values(
         let (rank, token) = (i / tokens, i % tokens);
         branch[token * hidden + rank * width..][..width].copy_from_slice(run);
     }
-    let want = gpu.cpu.ffn_segment(&step.input.stream, &branch).expect("the reference");
+    let want = gpu.cpu.ffn_block(&step.input.stream, &branch).expect("the reference");
     let bytes: Vec<u8> = slices.iter().flat_map(|v| v.to_le_bytes()).collect();
     let buffer = gpu.device.upload(&bytes).expect("upload");
     // SAFETY: the buffer holds the slices and lives to the end.

@@ -242,20 +242,11 @@ impl Gpu {
     }
 }
 
-/// `||got - want|| / ||want||`.
+/// `||got - want|| / ||want||`, which must be a number.
 pub fn relative_l2(got: &[f32], want: &[f32]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    let (mut difference, mut norm) = (0f64, 0f64);
-    for (g, w) in got.iter().zip(want) {
-        difference += (f64::from(*g) - f64::from(*w)).powi(2);
-        norm += f64::from(*w).powi(2);
-    }
-    assert!(difference.is_finite(), "not finite");
-    if difference == 0.0 {
-        0.0
-    } else {
-        (difference / norm.max(1e-60)).sqrt()
-    }
+    let distance = muse_spark_layer::numerics::relative_l2(got, want);
+    assert!(distance.is_finite(), "not finite");
+    distance
 }
 
 /// Asserts that every row of `width` is within `bound`: a single wrong token does not hide among many.

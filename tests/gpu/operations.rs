@@ -190,7 +190,7 @@ pub fn unpooler(gpu: &Reference, run: &Run, _kind: LayerKind) {
 /// ffn_boundary.
 pub fn ffn_boundary(gpu: &Reference, run: &Run, _kind: LayerKind) {
     let t = taps(run);
-    let want = gpu.cpu.ffn_segment(&t.stream_after_attn, &t.ffn_out).expect("the boundary");
+    let want = gpu.cpu.ffn_block(&t.stream_after_attn, &t.ffn_out).expect("the boundary");
     assert_rows("stream", &run.output.stream, &want.stream, gpu.config.hidden, 1e-6);
     let hidden: Vec<f32> = run.output.hidden.iter().map(|v| v.to_f32()).collect();
     assert_rows("hidden", &hidden, &rounded(&want.hidden), gpu.config.hidden, 4e-4);

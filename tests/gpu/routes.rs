@@ -82,7 +82,7 @@ fn every_route_is_local(few: bool, sizes: &[usize]) {
     let cpu = CpuLayer::new(gpu.config.clone(), tensors).expect("the layer");
     let step = gpu.step(&StepSpec::new(4, 1, 1, LayerKind::Full), 101);
     let attn_out: Vec<f32> = step.input.attn_input.iter().map(|v| v.to_f32()).collect();
-    let want = cpu.moe_segment(&step.input.stream, &attn_out, start, None).expect("the block").moe_mix;
+    let want = cpu.moe_block(&step.input.stream, &attn_out, start, None).expect("the block").moe_mix;
     for &tokens in sizes {
         let (mix, ids) = moe(&gpu, &layer, tokens, start, None);
         assert!(ids.iter().all(|id| wanted.contains(id)), "{tokens} tokens");

@@ -1,10 +1,10 @@
 //! From the fused projection to the gated attention output.
 
-use super::linalg::{gemm_nn, gemm_nt, project_bf16, rms_norm, sigmoid};
+use super::linalg::{gemm_nn, gemm_nt, project_bf16, rms_norm};
 use super::step::{Batch, Cache};
 use super::weights::CpuWeights;
 use crate::config::{LayerConfig, LayerKind, QueryPrecision};
-use crate::numerics::{e4m3_to_f32, f32_to_e4m3};
+use crate::numerics::{e4m3_to_f32, f32_to_e4m3, sigmoid};
 use half::{bf16, f16};
 use rayon::prelude::*;
 

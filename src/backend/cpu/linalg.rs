@@ -185,9 +185,3 @@ pub(super) fn rms_norm(x: &mut [f32], width: usize, eps: f32) {
         row.iter_mut().for_each(|v| *v *= inverse);
     }
 }
-
-/// `1 / (1 + e^-x)`.
-#[inline]
-pub(super) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
-}

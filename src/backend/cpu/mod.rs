@@ -1,4 +1,5 @@
-//! The layer on the CPU: the project's reference. FP32 throughout, the router in FP64, any dimensions.
+//! The layer on the CPU: the project's reference. FP32 throughout, the router in FP64, any dimensions. Formulas are those
+//! of the model's specification (`layer.py`), which wrote the goldens that the tests compare with (tests/golden/README.md).
 //!
 //! There is one public function per operation, named as in the CUDA backend, and [`CpuLayer`] that
 //! chains them, whole or in the three segments between which the ranks communicate. Nothing is rounded
@@ -78,7 +79,7 @@ impl<'a> CpuLayer<'a> {
 
     /// Attention: `attn_input` `[T, hidden]` to this rank's part of the attention output, with the
     /// step's keys and values appended to the cache.
-    pub fn attention_segment(
+    pub fn attention_block(
         &self,
         attn_input: &[bf16],
         batch: &Batch,
@@ -102,7 +103,7 @@ impl<'a> CpuLayer<'a> {
 
     /// Boundary, router and experts: `stream` and the ranks' summed `attn_out`, both `[T, hidden]`, to
     /// this rank's part of the mixture.
-    pub fn moe_segment(
+    pub fn moe_block(
         &self,
         stream: &[f32],
         attn_out: &[f32],
@@ -135,7 +136,7 @@ impl<'a> CpuLayer<'a> {
 
     /// The unpooler: the ranks' summed `moe_mix` `[T, expert_dim]` to `[T, hidden]`, up to
     /// `sliced_max_tokens` tokens zero outside the slice of `rank`, to be gathered over the ranks.
-    pub fn unpool_segment(&self, moe_mix: &[f32], rank: usize) -> Result<Vec<f32>> {
+    pub fn unpool_block(&self, moe_mix: &[f32], rank: usize) -> Result<Vec<f32>> {
         let config = &self.config;
         self.tokens("moe_mix", moe_mix.len(), config.expert_dim, None)?;
         let ranks = config.hidden / config.unpool_slice;
@@ -146,13 +147,14 @@ impl<'a> CpuLayer<'a> {
     }
 
     /// The second boundary: `stream_after_attn` and the gathered `ffn_out`, both `[T, hidden]`.
-    pub fn ffn_segment(&self, stream_after_attn: &[f32], ffn_out: &[f32]) -> Result<FfnBoundary> {
+    pub fn ffn_block(&self, stream_after_attn: &[f32], ffn_out: &[f32]) -> Result<FfnBoundary> {
         let tokens = self.tokens("stream_after_attn", stream_after_attn.len(), self.config.hidden, None)?;
         self.tokens("ffn_out", ffn_out.len(), self.config.hidden, Some(tokens))?;
         Ok(ffn_boundary(&self.config, &self.weights, stream_after_attn, ffn_out))
     }
 
-    /// The whole layer, with the identity in place of the communication between ranks.
+    /// The whole layer, with the identity in place of the communication between ranks. [`Error::Shape`],
+    /// [`Error::Value`] or [`Error::Stride`] names the array that does not fit.
     pub fn forward(&self, input: &StepInput, cache: &mut Cache, options: &StepOptions) -> Result<StepOutput> {
         self.forward_with(input, cache, options, &Identity)
     }
@@ -169,14 +171,14 @@ impl<'a> CpuLayer<'a> {
         let tokens = self.tokens("stream", input.stream.len(), self.config.hidden, None)?;
         self.tokens("attn_input", input.attn_input.len(), self.config.hidden, Some(tokens))?;
         collective::check_rank(ranks, options.rank, self.config.hidden / self.config.unpool_slice)?;
-        let mut attention = self.attention_segment(input.attn_input, &input.batch, cache, options)?;
+        let mut attention = self.attention_block(input.attn_input, &input.batch, cache, options)?;
         sum(ranks, "attn_out", &mut attention.attn_out)?;
         let mut moe =
-            self.moe_segment(input.stream, &attention.attn_out, input.local_start, input.num_tokens_non_padded)?;
+            self.moe_block(input.stream, &attention.attn_out, input.local_start, input.num_tokens_non_padded)?;
         sum(ranks, "moe_mix", &mut moe.moe_mix)?;
-        let mut ffn_out = self.unpool_segment(&moe.moe_mix, options.rank)?;
+        let mut ffn_out = self.unpool_block(&moe.moe_mix, options.rank)?;
         self.gather_slices(ranks, options.rank, &mut ffn_out)?;
-        let end = self.ffn_segment(&moe.stream_after_attn, &ffn_out)?;
+        let end = self.ffn_block(&moe.stream_after_attn, &ffn_out)?;
         Ok(StepOutput {
             hidden: end.hidden.iter().map(|&v| bf16::from_f32(v)).collect(),
             stream: end.stream,

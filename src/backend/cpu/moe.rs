@@ -1,9 +1,10 @@
 //! Router, pooler, experts and unpooler.
 
-use super::linalg::{project, project_bf16, rms_norm, sigmoid, widen};
+use super::linalg::{project, project_bf16, rms_norm, widen};
 use super::residual::one_plus;
 use super::weights::{CpuWeights, Experts};
 use crate::config::LayerConfig;
+use crate::numerics::sigmoid;
 use crate::routing::{self, ExpertLists, TopK};
 use crate::weights::nvfp4;
 use rayon::prelude::*;
