@@ -28,7 +28,8 @@ COMMA := ,
 ALL_FEATURES = $(FEATURES) --features dlpack
 
 # Cargo shows nothing of a running build script; ours writes a line for each finished step to descriptor 9.
-SHOW_PROGRESS = exec 9>&2; export MUSE_SPARK_PROGRESS=1;
+# Make's echo would show that; the shell's shows the command alone.
+SHOW_PROGRESS = @exec 9>&2; export MUSE_SPARK_PROGRESS=1; set -x;
 
 .PHONY: run test lint fmt doc bench bring bring-for-cuda
 .DEFAULT_GOAL := run

@@ -90,6 +90,18 @@ fn plan_needs_no_gpu() {
     for operation in ["qkv_gate", "attention", "router", "w13", "unpooler", "predicted us"] {
         assert!(text.contains(operation), "{operation} is not in\n{text}");
     }
+    // Every operation's file is there, under the name that the plan gives.
+    for args in [["--batch", "64"], ["--q-len", "8"], ["--q-len", "512"]] {
+        let plan = json(&[&["plan", "--json"][..], &args[..]].concat(), 0);
+        for operation in plan["operations"].as_array().unwrap() {
+            let file = operation["file"].as_str().unwrap();
+            let (folder, name) = file.rsplit_once('/').unwrap();
+            let (start, end) = name.split_once('*').unwrap_or((name, ""));
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc").join(folder);
+            let mut names = fs::read_dir(folder).unwrap().map(|f| f.unwrap().file_name().into_string().unwrap());
+            assert!(names.any(|n| n.starts_with(start) && n.ends_with(end)), "there is no {file}");
+        }
+    }
     // Fewer experts, fewer bytes.
     let few = json(&["plan", "--json", "--batch", "64", "--experts", "1", "--kind", "sliding", "--ctx", "1024"], 0);
     assert!(few["predicted_us"].as_f64().unwrap() < predicted);
@@ -101,12 +113,15 @@ fn env_says_what_is_there() {
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
     let cuda = report["features"].as_array().unwrap().iter().any(|f| f.as_str().unwrap().starts_with("cuda"));
     assert_eq!(cuda, cfg!(feature = "cuda"));
+    assert!(report["gpus"].as_array().unwrap().is_empty() != report["problem"].is_null(), "{report}");
     let pinned = report["pinned"].as_array().unwrap();
     for name in ["nvidia-cuda-nvcc", "nvidia-cutlass", "cmake"] {
         let found = pinned.iter().find(|p| p[0] == name).unwrap_or_else(|| panic!("{name} is not in {pinned:?}"));
         assert!(found[1].as_str().unwrap().starts_with(|c: char| c.is_ascii_digit()), "{found}");
     }
-    assert!(run(&["env"], 0).contains(env!("CARGO_PKG_VERSION")));
+    let text = run(&["env"], 0);
+    assert!(text.contains(env!("CARGO_PKG_VERSION")));
+    assert!(report["problem"].is_null() || text.contains("problem"), "{text}");
 }
 
 #[rstest]
@@ -115,8 +130,12 @@ fn env_says_what_is_there() {
 fn cases_are_listed(#[case] command: &str) {
     let all = run(&[command, "--list"], 0);
     assert!(all.lines().count() > 20, "{all}");
-    let some = run(&[command, "--list", "--only", "verify"], 0);
-    assert!(some.lines().count() > 1 && some.lines().all(|l| l.contains("verify")), "{some}");
+    let some = run(&[command, "--list", "--only", "verify|decode-b1"], 0);
+    assert!(some.lines().any(|l| l.contains("decode-b1")), "{some}");
+    assert!(
+        some.lines().count() > 4 && some.lines().all(|l| l.contains("verify") || l.contains("decode-b1")),
+        "{some}"
+    );
     run(&[command, "--list", "--only", "no-such-case"], 2);
 }
 
@@ -169,6 +188,12 @@ fn bad_arguments_are_refused_by_clap(#[case] args: &[&str]) {
 #[case::no_dump(&["trace", "diff", "no-such-dump", "no-such-dump"], "no-such-dump")]
 #[case::no_checkpoint(&["inspect", "no-such-checkpoint"], "no-such-checkpoint")]
 #[case::no_layers(&["bench", "--layers", "0"], "--layers")]
+#[case::no_record(&["bench", "--record", "no/such/folder/record.json"], "--record")]
+#[case::no_results(&["bench", "--plot", "unused", "--recorded", "no-such-folder"], "no-such-folder")]
+#[cfg_attr(not(feature = "png"), case::no_png(&["bench", "--plot", "unused", "--png"], "--features png"))]
+#[cfg_attr(not(feature = "cuda"), case::no_cuda_to_check(&["check"], "--features cuda"))]
+#[cfg_attr(not(feature = "cuda"), case::no_cuda_to_time(&["bench"], "--features cuda"))]
+#[cfg_attr(not(feature = "cuda"), case::no_cuda_to_run(&["run", "--backend", "cuda", "--dims", "full"], "--features cuda"))]
 fn what_cannot_run_says_why(#[case] args: &[&str], #[case] names: &str) {
     let mut args = args.to_vec();
     if args[0] == "run" && !args.contains(&"--dims") {
@@ -177,6 +202,39 @@ fn what_cannot_run_says_why(#[case] args: &[&str], #[case] names: &str) {
     run(&args, 2);
     let error = String::from_utf8(command(&args).stderr).unwrap();
     assert!(error.contains(names), "{args:?}: {error}");
+}
+
+/// The pictures of the documentation are those of the recorded results.
+#[test]
+fn pictures_are_of_the_recorded_results() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (out, results) = (folder("pictures"), root.join("benches/results"));
+    run(&["bench", "--plot", out.to_str().unwrap(), "--recorded", results.to_str().unwrap()], 0);
+    for name in ["latency", "roofline", "timeline", "errors"] {
+        let [drawn, shown] =
+            [&out, &root.join("docs/pictures")].map(|f| fs::read(f.join(format!("{name}.svg"))).unwrap());
+        assert!(
+            drawn == shown,
+            "docs/pictures/{name}.svg is not of benches/results: `bench --plot docs/pictures --recorded ...`"
+        );
+    }
+}
+
+/// A reader that closes the pipe early, as `head` does, is no fault.
+#[test]
+fn a_closed_pipe_is_no_fault() {
+    for args in [&["plan"][..], &["bench", "--list"], &["env", "--json"], &["completions", "bash"]] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_muse-spark-layer"))
+            .args(args)
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(0) && !error.contains("panicked"), "{args:?}: {error}");
+    }
 }
 
 /// A dump of the small step.

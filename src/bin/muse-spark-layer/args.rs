@@ -6,12 +6,17 @@ use muse_spark_layer::synthetic::{Dist, Spread, StepSpec};
 use muse_spark_layer::{AttentionEngine, LayerConfig, LayerKind, PlanKey, QueryPrecision};
 use std::path::PathBuf;
 
+/// Shown by `--help`.
+const EXIT_CODES: &str = "\
+Tables go to stdout, progress to stderr; --json prints one JSON object instead of a table.
+Exit codes: 0 pass, 1 mismatch or slower than a baseline, 2 could not run.";
+
 /// One Muse Spark Open decoder layer, on a Hopper GPU or on the CPU.
 #[derive(Parser)]
-#[command(version, about, max_term_width = 100)]
+#[command(version, about, max_term_width = 100, after_help = EXIT_CODES)]
 pub struct Cli {
     /// Log what the library does, to stderr.
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, display_order = 100)]
     pub verbose: bool,
     #[command(subcommand)]
     pub command: Command,
@@ -21,7 +26,7 @@ pub struct Cli {
 pub enum Command {
     /// Run one step on synthetic weights and inputs and say what came out.
     Run(RunArgs),
-    /// Compare the CUDA backend with the CPU reference, tap by tap, over the case matrix.
+    /// Compare the CUDA backend with the CPU reference, tap by tap, over the case matrix. Exit code 1: a case departs.
     Check(CheckArgs),
     /// Time the judge's cases by graph replay with a flushed L2 cache, against the floor.
     #[command(after_long_help = SCHEMA)]
@@ -37,14 +42,19 @@ pub enum Command {
     /// Say what this build and this machine offer.
     Env(EnvArgs),
     /// Print a shell's completion script.
-    Completions { shell: clap_complete::Shell },
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendChoice {
     /// CUDA where there is a Hopper GPU, else the CPU.
     Auto,
+    /// The reference.
     Cpu,
+    /// The GPU that --device names.
     Cuda,
 }
 
@@ -124,11 +134,13 @@ impl StepArgs {
 pub struct RunArgs {
     #[command(flatten)]
     pub step: StepArgs,
+    /// Where the step runs.
     #[arg(long, value_enum, default_value = "auto")]
     pub backend: BackendChoice,
     /// CUDA device.
     #[arg(long, default_value_t = 0)]
     pub device: i32,
+    /// The layer's dimensions.
     #[arg(long, value_enum, default_value = "full")]
     pub dims: Dims,
     /// Seed of weights and inputs.
@@ -144,8 +156,8 @@ pub struct RunArgs {
 
 #[derive(Args)]
 pub struct CheckArgs {
-    /// Only cases whose name contains this.
-    #[arg(long, default_value = "")]
+    /// Only cases whose name contains one of these parts, separated by |.
+    #[arg(long, value_name = "PARTS", default_value = "", hide_default_value = true)]
     pub only: String,
     /// Also the long prefill cases, whose reference takes minutes.
     #[arg(long)]
@@ -153,6 +165,7 @@ pub struct CheckArgs {
     /// CUDA device.
     #[arg(long, default_value_t = 0)]
     pub device: i32,
+    /// Seed of weights and inputs.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// List the cases and stop.
@@ -166,7 +179,7 @@ pub struct CheckArgs {
 #[derive(Args)]
 pub struct BenchArgs {
     /// Only cases whose name contains one of these parts, separated by |.
-    #[arg(long, default_value = "")]
+    #[arg(long, value_name = "PARTS", default_value = "", hide_default_value = true)]
     pub only: String,
     /// Layers with different weights in one graph, each with a cache of its own; times are of one layer.
     #[arg(long, default_value_t = 1)]
@@ -239,6 +252,7 @@ pub struct DumpArgs {
 pub struct DiffArgs {
     /// The dump that is taken for right: distances are relative to it.
     pub a: PathBuf,
+    /// The dump that is compared with it.
     pub b: PathBuf,
     /// Relative L2 distance that a row of a tap may have. A token with other experts departs at any tolerance.
     #[arg(long, default_value_t = 0.01)]
@@ -273,6 +287,7 @@ pub struct InspectArgs {
     /// The layer to list; without it, every layer is loaded and gets a line.
     #[arg(long)]
     pub layer: Option<usize>,
+    /// The rank whose part is looked at.
     #[arg(long, default_value_t = 0)]
     pub rank: usize,
     /// Ranks of tensor and expert parallelism.
@@ -292,9 +307,9 @@ pub struct InspectArgs {
 #[derive(Args)]
 pub struct SynthArgs {
     /// Folder to write; new or empty.
-    #[arg(long)]
+    #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
-    /// full: 7.8 GB a layer, 26.3 GB one with BF16 experts.
+    /// The model's dimensions; full takes 7.8 GB a layer, 26.3 GB one with BF16 experts.
     #[arg(long, value_enum, default_value = "small")]
     pub dims: Dims,
     /// Layers of the model: 6 by default, 3 at full size.
@@ -312,6 +327,7 @@ pub struct SynthArgs {
     /// Ranks that the experts are shared out to.
     #[arg(long, default_value_t = 8)]
     pub ranks: usize,
+    /// Seed of the tensors.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Print one JSON object.

@@ -10,8 +10,7 @@ pub mod results;
 pub use results::SCHEMA;
 
 use crate::args::BenchArgs;
-use crate::plot;
-use crate::run::report_error;
+use crate::{plot, report};
 use muse_spark_layer::{Error, Result};
 
 /// Without the CUDA backend there is nothing to time.
@@ -26,8 +25,7 @@ mod measure {
 pub fn bench(args: &BenchArgs) -> Result<bool> {
     let selected = cases::select(&args.only)?;
     if args.list {
-        selected.iter().for_each(|c| println!("{}", c.name));
-        return Ok(true);
+        return report::list(selected.iter().map(|c| c.name.as_str()));
     }
     if let (Some(folder), Some(recorded)) = (&args.plot, &args.recorded) {
         return pictures(args, folder, &plot::Data::recorded(recorded)?);
@@ -35,7 +33,9 @@ pub fn bench(args: &BenchArgs) -> Result<bool> {
     if args.layers == 0 {
         return Err(Error::Value { what: "--layers".into(), wanted: "at least 1".into(), got: "0".into() });
     }
-    // Read first: a run takes long enough to be sorry about a wrong path.
+    // Looked at first: a run takes long enough to be sorry about a wrong path.
+    args.record.as_deref().map_or(Ok(()), |path| report::writable("--record", path))?;
+    plot::possible(args.png)?;
     let baseline = args.baseline.as_deref().map(results::load).transpose()?;
     let report = measure::measure(args, &selected)?;
     if let Some(path) = &args.record {
@@ -45,13 +45,11 @@ pub fn bench(args: &BenchArgs) -> Result<bool> {
         Some(before) => results::compare(before, &report, args.tolerance)?,
         None => Vec::new(),
     };
+    report::show(args.json, &report, |report| results::table(report, &changes))?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
         for c in changes.iter().filter(|c| c.slower) {
             eprintln!("{}: {:+.1}% against {:.1} us", c.case, c.percent, c.before);
         }
-    } else {
-        results::print(&report, &changes);
     }
     if let Some(folder) = &args.plot {
         pictures(args, folder, &plot::Data::measured(&report))?;

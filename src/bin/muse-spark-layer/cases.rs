@@ -83,6 +83,11 @@ const ROWS: [Row; 34] = [
     row("prefill-4097-0", 1, 0, 4097),
 ];
 
+/// Whether `name` contains one of the parts of `only`, which are separated by `|`.
+pub fn named(name: &str, only: &str) -> bool {
+    only.split('|').any(|part| name.contains(part))
+}
+
 /// All cases, both kinds of layers.
 pub fn all() -> Vec<Case> {
     let mut cases = Vec::new();

@@ -2,9 +2,10 @@
 
 use crate::args::CheckArgs;
 use crate::cases::{self, Case};
-use crate::report::{self, relative_l2};
-use crate::run::{busiest, report_error};
+use crate::{machine, report};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput, TapValues};
+use muse_spark_layer::numerics::relative_l2;
+use muse_spark_layer::routing::busiest_start;
 use muse_spark_layer::weights::derived::residual_coefficients;
 use muse_spark_layer::{
     synthetic, Backend, DecoderLayer, Error, LayerConfig, LayerWeights, NamedTensors, Result, Taps,
@@ -30,6 +31,16 @@ const TIE: f32 = 2e-3;
 /// So many tokens of a case may, and a twentieth of them (a case of 32 tokens had 3, one of 512 had 8); a router that
 /// chose at random would be far above.
 const NEAR_TIES: usize = 2;
+
+#[derive(serde::Serialize)]
+struct CheckReport {
+    version: &'static str,
+    device: String,
+    seed: u64,
+    passed: usize,
+    failed: usize,
+    cases: Vec<Outcome>,
+}
 
 /// One compared case.
 #[derive(serde::Serialize)]
@@ -66,17 +77,16 @@ fn pair(config: &LayerConfig, tensors: NamedTensors<'static>, device: i32) -> Re
     Ok(Pair { cpu, cuda, carried, bias })
 }
 
-/// Compares the whole matrix.
+/// Compares the whole matrix. `false`: a case departs.
 pub fn check(args: &CheckArgs) -> Result<bool> {
     let selected: Vec<Case> =
-        cases::all().into_iter().filter(|c| c.name.contains(&args.only) && (args.long || !c.long)).collect();
+        cases::all().into_iter().filter(|c| cases::named(&c.name, &args.only) && (args.long || !c.long)).collect();
     if selected.is_empty() {
-        let wanted = "part of a case's name (see --list)".into();
+        let wanted = "parts of cases' names, separated by | (see --list, and --long)".into();
         return Err(Error::Value { what: "--only".into(), wanted, got: args.only.clone() });
     }
     if args.list {
-        selected.iter().for_each(|c| println!("{}", c.name));
-        return Ok(true);
+        return report::list(selected.iter().map(|c| c.name.as_str()));
     }
     let config = LayerConfig::muse_spark_tp8();
     let bar = report::bar(selected.len());
@@ -100,22 +110,30 @@ pub fn check(args: &CheckArgs) -> Result<bool> {
     }
     bar.finish_and_clear();
     let failed = outcomes.iter().filter(|o| !o.ok).count();
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&outcomes).map_err(report_error)?);
-    } else {
-        let mut header = vec!["case", "update", "hidden"];
-        header.extend(BOUNDS.map(|(tap, _)| tap));
-        header.push("");
-        let mut table = report::table(&header);
-        for o in &outcomes {
-            let mut row = vec![o.case.clone(), format!("{:.4}", o.update), format!("{:.4}", o.hidden)];
-            row.extend(o.taps.iter().map(|(_, d)| format!("{d:.4}")));
-            row.push(if o.ok { "ok".into() } else { o.faults.join("; ") });
-            table.add_row(row);
-        }
-        println!("{table}\n{} passed, {failed} failed", outcomes.len() - failed);
-    }
+    let report = CheckReport {
+        version: env!("CARGO_PKG_VERSION"),
+        device: machine::name(Backend::Cuda { device: args.device }),
+        seed: args.seed,
+        passed: outcomes.len() - failed,
+        failed,
+        cases: outcomes,
+    };
+    report::show(args.json, &report, table)?;
     Ok(failed == 0)
+}
+
+fn table(r: &CheckReport) -> String {
+    let mut header = vec!["case", "update", "hidden"];
+    header.extend(BOUNDS.map(|(tap, _)| tap));
+    header.push("");
+    let mut table = report::table(&header);
+    for o in &r.cases {
+        let mut row = vec![o.case.clone(), format!("{:.4}", o.update), format!("{:.4}", o.hidden)];
+        row.extend(o.taps.iter().map(|(_, d)| format!("{d:.4}")));
+        row.push(if o.ok { "ok".into() } else { o.faults.join("; ") });
+        table.add_row(row);
+    }
+    format!("{table}\n{} passed, {} failed", r.passed, r.failed)
 }
 
 fn compare(config: &LayerConfig, pair: &Pair, case: &Case, seed: u64) -> Result<Outcome> {
@@ -128,7 +146,7 @@ fn compare(config: &LayerConfig, pair: &Pair, case: &Case, seed: u64) -> Result<
     };
     step.input.local_start = match case.local_start {
         Some(start) => start,
-        None => busiest(config, &run(&pair.cuda, &step)?.0.topk_ids),
+        None => busiest_start(config, &run(&pair.cuda, &step)?.0.topk_ids),
     };
     let (want, want_k, want_v) = run(&pair.cpu, &step)?;
     let (got, got_k, got_v) = run(&pair.cuda, &step)?;

@@ -1,7 +1,7 @@
 //! `env`: what this build and this machine offer.
 
 use crate::args::EnvArgs;
-use crate::{machine, report, run::report_error};
+use crate::{machine, report};
 use muse_spark_layer::Result;
 
 #[derive(serde::Serialize)]
@@ -15,7 +15,10 @@ struct EnvReport {
     pinned: Vec<(&'static str, &'static str)>,
     cuda_driver: Option<String>,
     cuda_runtime: Option<String>,
+    /// NCCL's version, or why it cannot be used; absent in builds without the feature `nccl`.
+    nccl: Option<String>,
     gpus: Vec<machine::Gpu>,
+    /// Why the CUDA backend cannot run here.
     problem: Option<String>,
 }
 
@@ -44,6 +47,16 @@ fn versions() -> (Option<String>, Option<String>) {
     (None, None)
 }
 
+#[cfg(feature = "nccl")]
+fn nccl() -> Option<String> {
+    Some(muse_spark_layer::backend::cuda::nccl::version().unwrap_or_else(|error| error.to_string()))
+}
+
+#[cfg(not(feature = "nccl"))]
+fn nccl() -> Option<String> {
+    None
+}
+
 pub fn env(args: &EnvArgs) -> Result<bool> {
     let (cuda_driver, cuda_runtime) = versions();
     let (gpus, mut problem) = match machine::gpus() {
@@ -56,7 +69,9 @@ pub fn env(args: &EnvArgs) -> Result<bool> {
     let features = [
         ("cli", true),
         ("png", cfg!(feature = "png")),
+        ("dlpack", cfg!(feature = "dlpack")),
         ("cuda", cfg!(feature = "cuda")),
+        ("nccl", cfg!(feature = "nccl")),
         ("fa3", cfg!(feature = "fa3")),
     ];
     let report = EnvReport {
@@ -67,13 +82,15 @@ pub fn env(args: &EnvArgs) -> Result<bool> {
         pinned: pinned(),
         cuda_driver,
         cuda_runtime,
+        nccl: nccl(),
         gpus,
         problem,
     };
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-        return Ok(true);
-    }
+    report::show(args.json, &report, table)?;
+    Ok(true)
+}
+
+fn table(report: &EnvReport) -> String {
     let none = || "none".to_string();
     let mut rows = vec![
         ("version", report.version.to_string()),
@@ -83,14 +100,14 @@ pub fn env(args: &EnvArgs) -> Result<bool> {
         ("CUDA driver", report.cuda_driver.clone().unwrap_or_else(none)),
         ("CUDA runtime, linked in", report.cuda_runtime.clone().unwrap_or_else(none)),
     ];
+    rows.extend(report.nccl.clone().map(|nccl| ("NCCL", nccl)));
     for gpu in &report.gpus {
         rows.push(("GPU", format!("{}: {}, {}, {} SMs", gpu.device, gpu.name, gpu.capability, gpu.sms)));
     }
     let pinned: Vec<String> = report.pinned.iter().map(|(name, version)| format!("{name} {version}")).collect();
     rows.push(("pinned", pinned.join("\n")));
     if let Some(problem) = &report.problem {
-        rows.push(("note", problem.clone()));
+        rows.push(("problem", problem.clone()));
     }
-    println!("{}", report::facts(&rows));
-    Ok(true)
+    report::facts(&rows).to_string()
 }

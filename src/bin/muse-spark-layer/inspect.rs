@@ -2,7 +2,7 @@
 //! and how fast that goes to a backend.
 
 use crate::args::InspectArgs;
-use crate::{machine, report, run::report_error};
+use crate::{machine, report};
 use muse_spark_layer::numerics::e4m3_to_f32;
 use muse_spark_layer::weights::checkpoint::{Checkpoint, Part};
 use muse_spark_layer::{LayerConfig, LayerKind, NamedTensors, Result, WeightKind};
@@ -216,10 +216,11 @@ fn every_layer(args: &InspectArgs, checkpoint: &Checkpoint) -> Result<bool> {
         load_seconds: start.elapsed().as_secs_f64(),
         taken,
     };
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-        return Ok(true);
-    }
+    report::show(args.json, &report, all_tables)?;
+    Ok(true)
+}
+
+fn all_tables(report: &AllReport) -> String {
     let mut table =
         report::table(&["layer", "attention", "experts", "MB", "mapped", "copied", "device, packed", "next norm"]);
     let mb = |bytes: u64| format!("{:.3}", bytes as f64 / 1e6);
@@ -235,7 +236,6 @@ fn every_layer(args: &InspectArgs, checkpoint: &Checkpoint) -> Result<bool> {
             if l.has_next_norm { "yes" } else { "none" }.to_string(),
         ]);
     }
-    println!("{table}");
     let sum = |f: fn(&LayerLine) -> u64| mb(report.layers.iter().map(f).sum());
     let mut facts = vec![
         ("checkpoint", report.checkpoint.display().to_string()),
@@ -246,8 +246,7 @@ fn every_layer(args: &InspectArgs, checkpoint: &Checkpoint) -> Result<bool> {
         ("read in", format!("{:.3} s", report.load_seconds)),
     ];
     facts.extend(report.taken.iter().flat_map(Taken::facts));
-    println!("{}", report::facts(&facts));
-    Ok(true)
+    format!("{table}\n{}", report::facts(&facts))
 }
 
 pub fn inspect(args: &InspectArgs) -> Result<bool> {
@@ -288,15 +287,11 @@ pub fn inspect(args: &InspectArgs) -> Result<bool> {
         parts,
         config: layer.config.clone(),
     };
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-    } else {
-        print(&report);
-    }
+    report::show(args.json, &report, tables)?;
     Ok(true)
 }
 
-fn print(r: &InspectReport) {
+fn tables(r: &InspectReport) -> String {
     let c = &r.config;
     let mb = |bytes: u64| format!("{:.3} MB", bytes as f64 / 1e6);
     let rope = match r.kind {
@@ -318,7 +313,7 @@ fn print(r: &InspectReport) {
         ("read in", format!("{:.3} s", r.load_seconds)),
     ];
     facts.extend(r.taken.iter().flat_map(Taken::facts));
-    println!("{}", report::facts(&facts));
+    let mut text = report::facts(&facts).to_string();
     let mut table = report::table(&["tensor", "from", "file", "type", "shape", "of this rank", "MB", "how"]);
     for p in &r.parts {
         // Layers share their prefix; what follows it says enough.
@@ -334,9 +329,9 @@ fn print(r: &InspectReport) {
             if p.copied { "copied" } else { "mapped" }.to_string(),
         ]);
     }
-    println!("{table}");
+    text += &format!("\n{table}");
     if r.scales.is_empty() {
-        return;
+        return text;
     }
     let mut table = report::table(&["scales", "count", "min", "max", "zero", "subnormal"]);
     for s in &r.scales {
@@ -350,5 +345,5 @@ fn print(r: &InspectReport) {
             s.subnormal.to_string(),
         ]);
     }
-    println!("{table}");
+    text + &format!("\n{table}")
 }

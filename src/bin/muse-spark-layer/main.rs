@@ -1,6 +1,6 @@
-//! `muse-spark-layer`: runs a synthetic step, checks the CUDA backend against the CPU reference, times it,
-//! traces it, prints plans and what the machine offers, looks into checkpoints. Tables go to stdout, progress to stderr; `--json` prints one JSON
-//! object instead of a table. Exit codes: 0 pass, 1 mismatch or slower than a baseline, 2 could not run.
+//! `muse-spark-layer`: runs a synthetic step, checks the CUDA backend against the CPU reference, times it, traces it,
+//! prints plans and what the machine offers, looks into checkpoints. Tables go to stdout, progress to stderr; `--json`
+//! prints one JSON object instead of a table. Exit codes: 0 pass, 1 mismatch or slower than a baseline, 2 could not run.
 
 mod args;
 mod bench;
@@ -18,7 +18,6 @@ mod trace;
 
 use args::{Cli, Command};
 use clap::{CommandFactory, Parser};
-use std::io::Write;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -49,6 +48,5 @@ fn main() -> ExitCode {
 fn completions(shell: clap_complete::Shell) -> muse_spark_layer::Result<bool> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "muse-spark-layer", &mut script);
-    let written = std::io::stdout().write_all(&script);
-    written.map(|()| true).map_err(|source| muse_spark_layer::Error::File { path: "stdout".into(), source })
+    report::print(String::from_utf8_lossy(&script).trim_end()).map(|()| true)
 }

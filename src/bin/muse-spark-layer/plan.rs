@@ -4,8 +4,7 @@ use crate::args::PlanArgs;
 use crate::bench::floor::{self, Load, BYTES_PER_US, FLOPS_PER_US};
 use crate::bench::kernels::{self, Keys};
 use crate::report;
-use crate::run::report_error;
-use muse_spark_layer::plan::RouterForm;
+use muse_spark_layer::plan::{AttentionPlan, DensePlan, RouterForm};
 use muse_spark_layer::{AttentionEngine, LayerConfig, Plan, Result};
 
 /// What the operations of a chain reach, fitted to the recorded cases: memory, tensor cores (their times add up: an
@@ -20,6 +19,9 @@ const ROUTES_A_TOKEN: f64 = 2.55;
 #[derive(serde::Serialize)]
 struct Row {
     operation: &'static str,
+    /// The kernel's file under csrc/; a pattern where the launcher chooses among several.
+    file: &'static str,
+    /// Tiles, splits, passes.
     how: String,
     mb: f64,
     gflop: f64,
@@ -37,38 +39,56 @@ struct PlanReport<'a> {
     predicted_us: f64,
 }
 
-/// The plan's operations in order, each with its launch form.
-fn operations(plan: &Plan) -> Vec<(&'static str, String)> {
-    let l = &plan.launches;
-    let splits = match l.attention.tiled {
-        true => "tiled".into(),
-        false => format!("{} splits", l.attention.splits),
+/// The plan's operations in order, each with its kernel's file and its launch form.
+fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
+    let (l, none) = (&plan.launches, String::new);
+    let dense = |d: &DensePlan| (if d.tile_n > 0 { "gemm/skinny.cuh" } else { "gemm/tiled.cuh" }, d.to_string());
+    let with = |name, (file, how)| (name, file, how);
+    let attention = |a: &AttentionPlan, decode: bool| match (a.tiled, decode) {
+        (true, _) => ("attention/attention_tiled_kernel.cuh", "tiled".to_string()),
+        (false, true) => ("attention/attention_decode.cuh", format!("splits {}", a.splits)),
+        (false, false) => ("attention/attention_verify*.cuh", format!("splits {}", a.splits)),
     };
-    let mut list = vec![("qkv_gate", l.qkv_gate.to_string())];
+    let decode = plan.key.max_q_len <= 1;
+    let mut list = vec![with("qkv_gate", dense(&l.qkv_gate))];
     if l.attention.append {
-        list.push(("append_attention", splits));
+        list.push(with("append_attention", attention(&l.attention, decode)));
     } else {
-        list.push(("qk_norm_rope_append", String::new()));
+        list.push(("qk_norm_rope_append", "attention/qk_norm_rope_append.cuh", none()));
         match l.attention.engine {
-            AttentionEngine::Own => list.push(("attention", splits)),
-            AttentionEngine::Fa3 => list.extend([("fa3_schedule", String::new()), ("fa3_attention", splits)]),
+            AttentionEngine::Own => list.push(with("attention", attention(&l.attention, decode))),
+            AttentionEngine::Fa3 => list.extend([
+                ("fa3_schedule", "attention/fa3/fa3_schedule.cu", none()),
+                ("fa3_attention", "attention/fa3/fa3_forward.cu", format!("splits {}", l.attention.splits)),
+            ]),
         }
     }
-    let router = if l.router.form == RouterForm::Rows { "router" } else { "router_planes" };
-    let experts = format!("{}, {}-token kernel", l.experts.weight_kind, if l.experts.few { "few" } else { "many" });
+    let router = match l.router.form {
+        RouterForm::Rows => ("moe/router*.cuh", format!("FP32 rows, splits {}", l.router.splits)),
+        RouterForm::Planes => ("gemm/tiled.cuh", format!("tiled, three BF16 planes, splits {}", l.router.splits)),
+    };
+    let e = &l.experts;
+    let experts = |splits: u32| {
+        let (file, form) = match e.few {
+            true => ("moe/expert_gemm_few.cuh", "few-token"),
+            false => ("moe/expert_gemm.cuh", "many-token"),
+        };
+        let passes = if e.passes > 1 { format!(", {} passes of {} routes", e.passes, e.route_bound) } else { none() };
+        (file, format!("{form}, {}, splits {splits}{passes}", e.weight_kind))
+    };
     list.extend([
-        ("out_norm_gate", String::new()),
-        ("o", l.o.to_string()),
-        ("attn_boundary", String::new()),
-        (router, format!("splits {}", l.router.splits)),
-        ("router_topk", String::new()),
-        ("pooler", l.pooler.to_string()),
-        ("pre_expert_norm", String::new()),
-        ("w13", experts.clone()),
-        ("w2", format!("{experts}, splits {}", l.experts.w2_splits)),
-        ("combine", String::new()),
-        ("unpooler", l.unpooler.to_string()),
-        ("ffn_boundary", String::new()),
+        ("out_norm_gate", "attention/out_norm_gate.cuh", none()),
+        with("o", dense(&l.o)),
+        ("attn_boundary", "residual/boundary*.cuh", none()),
+        with("router", router),
+        ("router_topk", "moe/router_topk.cuh", none()),
+        with("pooler", dense(&l.pooler)),
+        ("pre_expert_norm", "moe/pre_expert_norm.cuh", none()),
+        with("w13", experts(1)),
+        with("w2", experts(e.w2_splits)),
+        ("combine", "moe/combine*.cuh", none()),
+        with("unpooler", dense(&l.unpooler)),
+        ("ffn_boundary", "residual/boundary*.cuh", none()),
     ]);
     list
 }
@@ -80,10 +100,11 @@ fn usual_load(config: &LayerConfig, tokens: f64) -> Load {
 }
 
 fn rows(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys) -> Vec<Row> {
-    let row = |(operation, how)| {
+    let row = |(operation, file, how)| {
         let cost = kernels::cost(config, plan, load, keys, operation);
         Row {
             operation,
+            file,
             how,
             mb: cost.bytes * 1e-6,
             gflop: cost.flops * 1e-9,
@@ -104,42 +125,40 @@ pub fn plan(args: &PlanArgs) -> Result<bool> {
     let operations = rows(&config, &plan, load, keys);
     let sum = |f: fn(&Row) -> f64| operations.iter().map(f).sum::<f64>();
     let (floor_us, predicted_us) = (sum(|r| r.floor_us), sum(|r| r.predicted_us));
-    if args.json {
-        let report =
-            PlanReport { plan: &plan, routes: load.routes, experts: load.experts, operations, floor_us, predicted_us };
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-        return Ok(true);
-    }
-    let mut table = report::table(&["operation", "how", "MB", "GFLOP", "floor us", "predicted us"]);
-    for r in &operations {
-        let gflop = if r.gflop > 0.0 { format!("{:.2}", r.gflop) } else { String::new() };
+    let usual = args.routes.is_none() && args.experts.is_none();
+    let report =
+        PlanReport { plan: &plan, routes: load.routes, experts: load.experts, operations, floor_us, predicted_us };
+    report::show(args.json, &report, |r| text(r, usual))?;
+    Ok(true)
+}
+
+fn text(r: &PlanReport, usual: bool) -> String {
+    let mut table = report::table(&["operation", "csrc/", "how", "MB", "GFLOP", "floor us", "predicted us"]);
+    for row in &r.operations {
+        let gflop = if row.gflop > 0.0 { format!("{:.2}", row.gflop) } else { String::new() };
         table.add_row([
-            r.operation.to_string(),
-            r.how.clone(),
-            format!("{:.2}", r.mb),
+            row.operation.to_string(),
+            row.file.to_string(),
+            row.how.clone(),
+            format!("{:.2}", row.mb),
             gflop,
-            format!("{:.2}", r.floor_us),
-            format!("{:.1}", r.predicted_us),
+            format!("{:.2}", row.floor_us),
+            format!("{:.1}", row.predicted_us),
         ]);
     }
+    let sum = |f: fn(&Row) -> f64| r.operations.iter().map(f).sum::<f64>();
     table.add_row([
         "sum".to_string(),
         String::new(),
+        String::new(),
         format!("{:.1}", sum(|r| r.mb)),
         format!("{:.1}", sum(|r| r.gflop)),
-        format!("{floor_us:.1}"),
-        format!("{predicted_us:.1}"),
+        format!("{:.1}", r.floor_us),
+        format!("{:.1}", r.predicted_us),
     ]);
-    let head = plan.to_string();
-    println!("{}", head.lines().take(2).collect::<Vec<_>>().join("\n"));
-    println!(
-        "{:.0} routes on {:.1} experts of this rank{}",
-        load.routes,
-        load.experts,
-        if args.routes.is_none() && args.experts.is_none() { " (the synthetic router's busiest rank)" } else { "" }
-    );
-    println!("{table}");
-    Ok(true)
+    let head = r.plan.to_string().lines().take(2).collect::<Vec<_>>().join("\n");
+    let whose = if usual { " (the synthetic router's busiest rank)" } else { "" };
+    format!("{head}\n{:.0} routes on {:.1} experts of this rank{whose}\n{table}", r.routes, r.experts)
 }
 
 #[cfg(test)]

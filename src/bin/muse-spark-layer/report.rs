@@ -1,8 +1,48 @@
-//! Tables, progress and the numbers in them.
+//! What every command prints: tables or one JSON object to stdout, progress to stderr.
 
 use comfy_table::{presets, Table};
 use indicatif::{ProgressBar, ProgressStyle};
+use muse_spark_layer::{Error, Result};
+use std::io::{ErrorKind, Write};
+use std::path::Path;
 use std::time::Duration;
+
+/// The report as one JSON object, or as `text` makes it.
+pub fn show<R: serde::Serialize>(json: bool, report: &R, text: impl FnOnce(&R) -> String) -> Result<()> {
+    match json {
+        true => print(&to_json(report)?),
+        false => print(&text(report)),
+    }
+}
+
+/// A report that cannot be serialised is a fault of this program.
+pub fn to_json(report: &impl serde::Serialize) -> Result<String> {
+    serde_json::to_string_pretty(report).map_err(|e| Error::Internal { what: e.to_string() })
+}
+
+/// Lines to stdout. A reader that has seen enough (`| head`) is no error.
+pub fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(Error::File { path: "stdout".into(), source: e }),
+        _ => Ok(()),
+    }
+}
+
+/// A name a line.
+pub fn list<'a>(names: impl Iterator<Item = &'a str>) -> Result<bool> {
+    print(&names.collect::<Vec<_>>().join("\n")).map(|()| true)
+}
+
+/// Looks whether `path` can be a file to write: what goes there takes long enough to be sorry about a wrong path.
+pub fn writable(argument: &str, path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !path.is_dir() && folder.is_dir() {
+        return Ok(());
+    }
+    let wanted = "a file in a folder that exists".into();
+    Err(Error::Value { what: argument.into(), wanted, got: path.display().to_string() })
+}
 
 /// A table in the project's one style.
 pub fn table(header: &[&str]) -> Table {
@@ -51,20 +91,6 @@ pub fn bytes_bar(bytes: u64) -> ProgressBar {
         bar.set_style(style);
     }
     bar
-}
-
-/// `||got - want|| / ||want||` in FP64; 0 for two empty or zero arrays.
-pub fn relative_l2(got: &[f32], want: &[f32]) -> f64 {
-    let (mut difference, mut norm) = (0f64, 0f64);
-    for (g, w) in got.iter().zip(want) {
-        difference += (f64::from(*g) - f64::from(*w)).powi(2);
-        norm += f64::from(*w).powi(2);
-    }
-    if difference == 0.0 {
-        0.0
-    } else {
-        (difference / norm.max(1e-60)).sqrt()
-    }
 }
 
 /// Root mean square in FP64.

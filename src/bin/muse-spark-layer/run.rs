@@ -1,10 +1,12 @@
-//! `run` and `plan`.
+//! `run`: one synthetic step, and what came out; `trace dump` runs it too.
 
 use crate::args::RunArgs;
+use crate::bench::floor::Load;
 use crate::{machine, report};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput};
+use muse_spark_layer::routing::busiest_start;
 use muse_spark_layer::synthetic::{self, SyntheticStep};
-use muse_spark_layer::{Backend, DecoderLayer, LayerConfig, LayerWeights, Result, Taps};
+use muse_spark_layer::{Backend, DecoderLayer, LayerWeights, Result, Taps};
 use std::time::Instant;
 
 /// Which of the step's routes stay on this rank.
@@ -14,29 +16,6 @@ pub struct Routing {
     pub routes: usize,
     pub local_routes: usize,
     pub local_experts: usize,
-}
-
-/// The first expert of the aligned range of `local_experts` that gets the most of `ids`.
-pub fn busiest(config: &LayerConfig, ids: &[i32]) -> i32 {
-    let mut routes = vec![0usize; config.n_experts / config.local_experts];
-    for id in ids {
-        routes[*id as usize / config.local_experts] += 1;
-    }
-    let most = routes.iter().max().copied().unwrap_or(0);
-    (routes.iter().position(|r| *r == most).unwrap_or(0) * config.local_experts) as i32
-}
-
-fn routing(config: &LayerConfig, local_start: i32, ids: &[i32]) -> Routing {
-    let n = config.n_experts as i32;
-    let mut local: Vec<i32> = ids
-        .iter()
-        .map(|id| (id - local_start).rem_euclid(n))
-        .filter(|e| (*e as usize) < config.local_experts)
-        .collect();
-    let local_routes = local.len();
-    local.sort_unstable();
-    local.dedup();
-    Routing { local_start, routes: ids.len(), local_routes, local_experts: local.len() }
 }
 
 #[derive(serde::Serialize)]
@@ -114,20 +93,21 @@ pub fn simulate(args: &RunArgs, taps: Taps) -> Result<Ran> {
     progress.set_message("running the step");
     let (mut output, mut step_ms) = forward(local_start)?;
     if args.local_start.is_none() {
-        local_start = busiest(&config, &output.topk_ids);
+        local_start = busiest_start(&config, &output.topk_ids);
         (output, step_ms) = forward(local_start)?;
     }
     progress.finish_and_clear();
     Ok(Ran { backend, step, output, local_start, weights_seconds, load_seconds, step_ms })
 }
 
-/// One synthetic step.
+/// One synthetic step. `false`: what came out is not finite.
 pub fn run(args: &RunArgs) -> Result<bool> {
     let ran = simulate(args, Taps::None)?;
     let Ran { step, output, local_start, weights_seconds, load_seconds, step_ms, .. } = &ran;
     let hidden: Vec<f32> = output.hidden.iter().map(|h| h.to_f32()).collect();
     let update: Vec<f32> = output.stream.iter().zip(&step.input.stream).map(|(a, b)| a - b).collect();
     let finite = output.stream.iter().chain(&hidden).all(|v| v.is_finite());
+    let load = Load::of(&args.dims.config(), &output.topk_ids, *local_start);
     let report = RunReport {
         backend: ran.backend_name(),
         device: ran.device(),
@@ -146,44 +126,39 @@ pub fn run(args: &RunArgs) -> Result<bool> {
         hidden_rms: report::rms(&hidden),
         update_rms: report::rms(&update),
         finite,
-        routing: routing(&args.dims.config(), *local_start, &output.topk_ids),
+        routing: Routing {
+            local_start: *local_start,
+            routes: output.topk_ids.len(),
+            local_routes: load.routes as usize,
+            local_experts: load.experts as usize,
+        },
     };
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-        return Ok(finite);
-    }
-    let r = &report.routing;
-    println!(
-        "{}",
-        report::facts(&[
-            ("device", report.device.clone()),
-            (
-                "step",
-                format!(
-                    "{} request(s) x {} token(s) after {} cached, {} attention, page {}, {} queries",
-                    report.batch, report.q_len, report.ctx, report.kind, report.page, report.query
-                ),
-            ),
-            ("weights made / loaded", format!("{weights_seconds:.1} s / {load_seconds:.1} s")),
-            ("step, host to host", format!("{step_ms:.1} ms")),
-            (
-                "rms of stream / update / hidden",
-                format!("{:.4} / {:.4} / {:.4}", report.stream_rms, report.update_rms, report.hidden_rms)
-            ),
-            (
-                "routing",
-                format!(
-                    "{} routes, {} of them on experts {}.. of this rank ({} experts touched)",
-                    r.routes, r.local_routes, r.local_start, r.local_experts
-                ),
-            ),
-            ("outputs", if finite { "finite".into() } else { "NOT FINITE".into() }),
-        ])
-    );
+    report::show(args.json, &report, table)?;
     Ok(finite)
 }
 
-/// A report that cannot be serialised is a fault of this program.
-pub fn report_error(error: serde_json::Error) -> muse_spark_layer::Error {
-    muse_spark_layer::Error::Internal { what: error.to_string() }
+fn table(r: &RunReport) -> String {
+    let routing = &r.routing;
+    let facts = report::facts(&[
+        ("device", r.device.clone()),
+        (
+            "step",
+            format!(
+                "{} request(s) x {} token(s) after {} cached, {} attention, page {}, {} queries",
+                r.batch, r.q_len, r.ctx, r.kind, r.page, r.query
+            ),
+        ),
+        ("weights made / loaded", format!("{:.1} s / {:.1} s", r.weights_seconds, r.load_seconds)),
+        ("step, host to host", format!("{:.1} ms", r.step_ms)),
+        ("rms of stream / update / hidden", format!("{:.4} / {:.4} / {:.4}", r.stream_rms, r.update_rms, r.hidden_rms)),
+        (
+            "routing",
+            format!(
+                "{} routes, {} of them on experts {}.. of this rank ({} experts touched)",
+                routing.routes, routing.local_routes, routing.local_start, routing.local_experts
+            ),
+        ),
+        ("outputs", if r.finite { "finite".into() } else { "NOT FINITE".into() }),
+    ]);
+    facts.to_string()
 }

@@ -1,7 +1,7 @@
 //! `synth`: a synthetic checkpoint in the public format.
 
 use crate::args::{Dims, SynthArgs};
-use crate::{report, run::report_error};
+use crate::report;
 use muse_spark_layer::weights::checkpoint::synth::{write, SynthSpec};
 use muse_spark_layer::Result;
 use std::path::PathBuf;
@@ -38,19 +38,17 @@ pub fn synth(args: &SynthArgs) -> Result<bool> {
         written_bytes: spec.written_bytes(),
         seconds: start.elapsed().as_secs_f64(),
     };
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-        return Ok(true);
-    }
-    let gb = |bytes: u64| bytes as f64 / 1e9;
-    println!(
-        "{}",
-        report::facts(&[
-            ("written", report.out.display().to_string()),
-            ("layers", layers.to_string()),
-            ("size", format!("{:.3} GB, {:.3} GB of it written", gb(report.bytes), gb(report.written_bytes))),
-            ("time", format!("{:.1} s, {:.2} GB/s", report.seconds, gb(report.written_bytes) / report.seconds)),
-        ])
-    );
+    report::show(args.json, &report, table)?;
     Ok(true)
+}
+
+fn table(r: &SynthReport) -> String {
+    let gb = |bytes: u64| bytes as f64 / 1e9;
+    let facts = report::facts(&[
+        ("written", r.out.display().to_string()),
+        ("layers", r.layers.to_string()),
+        ("size", format!("{:.3} GB, {:.3} GB of it written", gb(r.bytes), gb(r.written_bytes))),
+        ("time", format!("{:.1} s, {:.2} GB/s", r.seconds, gb(r.written_bytes) / r.seconds)),
+    ]);
+    facts.to_string()
 }

@@ -1,8 +1,9 @@
 //! `trace`: a step's intermediate results in a safetensors file, and where two such files part.
 
 use crate::args::{DiffArgs, DumpArgs, TraceArgs, TraceCommand};
-use crate::report::{self, relative_l2};
-use crate::run::{report_error, simulate};
+use crate::report;
+use crate::run::simulate;
+use muse_spark_layer::numerics::relative_l2;
 use muse_spark_layer::weights::safetensors::SafetensorsFile;
 use muse_spark_layer::{DType, Error, HostTensor, NamedTensors, Result, Taps};
 use safetensors::tensor::{Dtype, TensorView};
@@ -53,12 +54,7 @@ struct DumpedTap {
 }
 
 fn dump(args: &DumpArgs) -> Result<bool> {
-    // Looked at first: a step takes long enough to be sorry about a wrong path.
-    let folder = args.out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if args.out.is_dir() || !folder.is_dir() {
-        let wanted = "a file in a folder that exists".into();
-        return Err(Error::Value { what: "--out".into(), wanted, got: args.out.display().to_string() });
-    }
+    report::writable("--out", &args.out)?;
     let ran = simulate(&args.run, Taps::All)?;
     let tokens = ran.step.input.positions.len();
     let shape = |len: usize| vec![tokens, len.checked_div(tokens).unwrap_or(0)];
@@ -97,21 +93,20 @@ fn dump(args: &DumpArgs) -> Result<bool> {
     let mut taps = Vec::new();
     for tap in ORDER {
         let tensor = tensors.get(tap)?;
-        let rms = (tensor.dtype() != DType::I32).then(|| floats(tap, tensor)).transpose()?.map(|v| report::rms(&v));
+        let rms = (tensor.dtype() != DType::I32).then(|| tensor.to_f32(tap)).transpose()?.map(|v| report::rms(&v));
         taps.push(DumpedTap { tap, dtype: tensor.dtype().name(), shape: tensor.shape.clone(), rms });
     }
-    let report = DumpReport { out: args.out.clone(), metadata, taps };
-    if args.run.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-        return Ok(true);
-    }
+    report::show(args.run.json, &DumpReport { out: args.out.clone(), metadata, taps }, dump_table)?;
+    Ok(true)
+}
+
+fn dump_table(r: &DumpReport) -> String {
     let mut table = report::table(&["tap", "type", "shape", "rms"]);
-    for t in &report.taps {
+    for t in &r.taps {
         let rms = t.rms.map_or(String::new(), |rms| format!("{rms:.4e}"));
         table.add_row([t.tap.to_string(), t.dtype.to_string(), format!("{:?}", t.shape), rms]);
     }
-    println!("{table}\nwritten to {}", report.out.display());
-    Ok(true)
+    format!("{table}\nwritten to {}", r.out.display())
 }
 
 fn write(path: &Path, tensors: &NamedTensors, metadata: BTreeMap<String, String>) -> Result<()> {
@@ -130,15 +125,6 @@ fn write(path: &Path, tensors: &NamedTensors, metadata: BTreeMap<String, String>
     }
     let metadata: HashMap<String, String> = metadata.into_iter().collect();
     safetensors::serialize_to_file(views, Some(metadata), path).map_err(problem)
-}
-
-/// A floating-point tensor's elements.
-fn floats(name: &str, tensor: &HostTensor) -> Result<Vec<f32>> {
-    match tensor.dtype() {
-        DType::Bf16 => Ok(tensor.as_bf16(name)?.iter().map(|v| v.to_f32()).collect()),
-        DType::F16 => Ok(tensor.as_f16(name)?.iter().map(|v| v.to_f32()).collect()),
-        _ => Ok(tensor.as_f32(name)?.to_vec()),
-    }
 }
 
 /// A tap in both dumps.
@@ -207,15 +193,11 @@ fn diff(args: &DiffArgs) -> Result<bool> {
         left_out,
         arguments,
     };
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(report_error)?);
-    } else {
-        print(&report);
-    }
+    report::show(args.json, &report, diff_table)?;
     Ok(report.same)
 }
 
-fn print(r: &DiffReport) {
+fn diff_table(r: &DiffReport) -> String {
     let mut table = report::table(&["tap", "relative L2", "worst row", "its distance", ""]);
     for t in &r.taps {
         table.add_row([
@@ -226,17 +208,14 @@ fn print(r: &DiffReport) {
             if t.departs { "departs" } else { "" }.to_string(),
         ]);
     }
-    println!("{table}");
-    for (name, a, b) in &r.arguments {
-        println!("other steps: {name} is {a} in A, {b} in B");
-    }
-    for tap in &r.left_out {
-        println!("{tap}: in one of the two only");
-    }
-    match r.first {
-        Some(tap) => println!("{tap} is the first with a row further off than {}", r.tolerance),
-        None => println!("no row of any tap is further off than {}", r.tolerance),
-    }
+    let mut lines = vec![table.to_string()];
+    lines.extend(r.arguments.iter().map(|(name, a, b)| format!("other steps: {name} is {a} in A, {b} in B")));
+    lines.extend(r.left_out.iter().map(|tap| format!("{tap}: in one of the two only")));
+    lines.push(match r.first {
+        Some(tap) => format!("{tap} is the first with a row further off than {}", r.tolerance),
+        None => format!("no row of any tap is further off than {}", r.tolerance),
+    });
+    lines.join("\n")
 }
 
 /// Routing is discrete: a token with other experts departs whatever the tolerance. The order of equal experts
@@ -259,9 +238,9 @@ fn compare(tap: &'static str, a: &NamedTensors, b: &NamedTensors, tolerance: f64
         let (x, y) = match both {
             (Some(ids_a), Some(ids_b)) if tap == "topk_scores" && ids_a.shape == x.shape && ids_b.shape == y.shape => {
                 let experts = experts(ids_a)?.max(experts(ids_b)?);
-                (by_expert(&floats(tap, x)?, ids_a, experts)?, by_expert(&floats(tap, y)?, ids_b, experts)?)
+                (by_expert(&x.to_f32(tap)?, ids_a, experts)?, by_expert(&y.to_f32(tap)?, ids_b, experts)?)
             }
-            _ => (floats(tap, x)?, floats(tap, y)?),
+            _ => (x.to_f32(tap)?, y.to_f32(tap)?),
         };
         let width = x.len() / rows.max(1);
         let each = (0..rows).map(|t| distance(&y[t * width..][..width], &x[t * width..][..width])).collect();

@@ -1,6 +1,7 @@
 //! The steps that are timed, under the judge's names: decode, verify and prefill at each size a server meets.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
+use crate::cases::named;
 use muse_spark_layer::synthetic::{Spread, StepSpec};
 use muse_spark_layer::{Error, LayerKind, PlanKey, Result};
 use serde::{Deserialize, Serialize};
@@ -103,7 +104,7 @@ pub fn timed() -> Vec<Case> {
 
 /// The cases whose name contains one of the parts of `only`, which are separated by `|`.
 pub fn select(only: &str) -> Result<Vec<Case>> {
-    let cases: Vec<Case> = timed().into_iter().filter(|c| only.split('|').any(|part| c.name.contains(part))).collect();
+    let cases: Vec<Case> = timed().into_iter().filter(|c| named(&c.name, only)).collect();
     if cases.is_empty() {
         let wanted = "parts of cases' names, separated by | (see --list)".into();
         return Err(Error::Value { what: "--only".into(), wanted, got: only.into() });

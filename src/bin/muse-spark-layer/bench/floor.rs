@@ -3,6 +3,7 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use super::cases::Case;
+use muse_spark_layer::routing::ExpertLists;
 use muse_spark_layer::synthetic::Spread;
 use muse_spark_layer::{LayerConfig, LayerKind};
 
@@ -26,12 +27,8 @@ pub struct Load {
 impl Load {
     /// The load of one input: `ids` are its routes.
     pub fn of(config: &LayerConfig, ids: &[i32], local_start: i32) -> Load {
-        let mut routes = vec![0usize; config.n_experts];
-        for id in ids {
-            routes[(id - local_start).rem_euclid(config.n_experts as i32) as usize] += 1;
-        }
-        let local = &routes[..config.local_experts];
-        Load { routes: local.iter().sum::<usize>() as f64, experts: local.iter().filter(|n| **n > 0).count() as f64 }
+        let lists = ExpertLists::new(config, ids, local_start, usize::MAX);
+        Load { routes: lists.routes() as f64, experts: lists.touched() as f64 }
     }
 }
 

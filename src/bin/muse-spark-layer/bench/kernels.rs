@@ -2,7 +2,7 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use super::floor::{Load, EXPERT_BYTES};
-use muse_spark_layer::plan::DensePlan;
+use muse_spark_layer::plan::{DensePlan, RouterForm};
 use muse_spark_layer::{AttentionEngine, LayerConfig, LayerKind, Plan};
 
 /// What the attention of one input sees.
@@ -47,6 +47,8 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
     };
     let bytes = |bytes: f64| Cost { bytes, flops: 0.0 };
     let logits = 4.0 * tokens * experts * f64::from(l.router.splits);
+    // FP32 rows, or three BF16 planes of them.
+    let router = if l.router.form == RouterForm::Rows { 4.0 } else { 6.0 };
     // Per query head and split: 64 sums and 2 statistics; the tiled kernel writes the result itself.
     // FlashAttention-3 hands on BF16; its partials come and go inside it.
     let partials = match (l.attention.engine, l.attention.tiled) {
@@ -72,8 +74,8 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
         "o" => dense(&l.o),
         // Stream and branch in; stream and three planes out.
         "attn_boundary" => bytes(tokens * hidden * (4.0 + 2.0 + 4.0 + 6.0)),
-        "router" | "router_planes" => Cost {
-            bytes: experts * hidden * if operation == "router" { 4.0 } else { 6.0 } + 6.0 * tokens * hidden + logits,
+        "router" => Cost {
+            bytes: experts * hidden * router + 6.0 * tokens * hidden + logits,
             flops: 2.0 * tokens * experts * hidden,
         },
         // Ids, weights and places of the routes out.

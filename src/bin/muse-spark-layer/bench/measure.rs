@@ -6,11 +6,11 @@ use super::kernels::{self, Keys};
 use super::results::{self, median, percentile, CaseResult, Kernel, Report};
 use crate::args::BenchArgs;
 use crate::report;
-use crate::run::busiest;
 use muse_spark_layer::backend::cuda::bridge;
 use muse_spark_layer::backend::cuda::graph::{Event, Graph, L2Flush, OwnedStream};
 use muse_spark_layer::backend::cuda::resident::{ResidentCache, ResidentStep};
 use muse_spark_layer::backend::cuda::Device;
+use muse_spark_layer::routing::busiest_start;
 use muse_spark_layer::synthetic::{self, StepSpec};
 use muse_spark_layer::{
     AttentionEngine, Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, Plan, PlanKey, QueryPrecision,
@@ -196,7 +196,7 @@ impl Bench {
     fn settle(&self, layer: &DecoderLayer, plan: &Plan, ws: &mut Workspace, step: &ResidentStep) -> Result<Load> {
         step.forward(layer, plan, ws, self.stream.stream())?;
         let ids = step.topk_ids()?;
-        let start = busiest(&self.config, &ids);
+        let start = busiest_start(&self.config, &ids);
         step.set_local_start(start)?;
         step.forward(layer, plan, ws, self.stream.stream())?;
         self.stream.synchronize()?;

@@ -117,8 +117,8 @@ pub fn load(path: &Path) -> Result<Report> {
 }
 
 /// Writes the document.
-pub fn record(path: &Path, report: &Report) -> Result<()> {
-    let text = serde_json::to_string_pretty(report).map_err(crate::run::report_error)?;
+pub fn record(path: &Path, document: &Report) -> Result<()> {
+    let text = report::to_json(document)?;
     std::fs::write(path, text + "\n").map_err(|source| Error::File { path: path.into(), source })
 }
 
@@ -153,10 +153,9 @@ pub fn compare(before: &Report, now: &Report, tolerance: f64) -> Result<Vec<Chan
     Ok(changes)
 }
 
-/// Prints everything as tables.
-pub fn print(report: &Report, changes: &[Change]) {
+/// Everything as tables.
+pub fn table(report: &Report, changes: &[Change]) -> String {
     let layers = if report.layers > 1 { format!(", {} layers, each", report.layers) } else { String::new() };
-    println!("{}, {} SMs, CUDA {}{layers}", report.device, report.sms, report.cuda_driver);
     let mut header = vec!["case", "us", "spread", "floor us", "x floor", "routes", "experts", "host us"];
     if !changes.is_empty() {
         header.extend(["before us", "change"]);
@@ -179,13 +178,16 @@ pub fn print(report: &Report, changes: &[Change]) {
         }
         table.add_row(row);
     }
-    println!("{table}");
-    for mean in &report.geometric_means {
-        println!("geometric mean over the floor, {} ({} cases): {:.3}", mean.phase, mean.cases, mean.ratio);
-    }
-    for c in report.cases.iter().filter(|c| !c.kernels.is_empty()) {
-        println!("{}", kernels(c, report.event_us));
-    }
+    let mut lines = vec![format!("{}, {} SMs, CUDA {}{layers}", report.device, report.sms, report.cuda_driver)];
+    lines.push(table.to_string());
+    lines.extend(
+        report
+            .geometric_means
+            .iter()
+            .map(|m| format!("geometric mean over the floor, {} ({} cases): {:.3}", m.phase, m.cases, m.ratio)),
+    );
+    lines.extend(report.cases.iter().filter(|c| !c.kernels.is_empty()).map(|c| kernels(c, report.event_us)));
+    lines.join("\n")
 }
 
 fn kernels(c: &CaseResult, event_us: f64) -> String {

@@ -60,6 +60,22 @@ struct PeerTimed {
     us: f64,
 }
 
+/// What `check --json` writes; it was the cases alone once.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Checked {
+    Report { cases: Vec<Distances> },
+    Cases(Vec<Distances>),
+}
+
+impl Checked {
+    fn cases(self) -> Vec<Distances> {
+        match self {
+            Checked::Report { cases } | Checked::Cases(cases) => cases,
+        }
+    }
+}
+
 fn read<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::File { path: path.into(), source })?;
     serde_json::from_str(&text).map_err(|e| Error::Format { path: path.into(), problem: e.to_string() })
@@ -71,7 +87,7 @@ impl Data {
         let judge: Judge = read(&folder.join("h200-judge.json"))?;
         let peer: Peer = read(&folder.join("h200-sglang.json"))?;
         let bench = results::load(&folder.join("h200-bench.json"))?;
-        let distances: Vec<Distances> = read(&folder.join("h200-check.json"))?;
+        let checked: Checked = read(&folder.join("h200-check.json"))?;
         let timed = judge.timed.into_iter().map(|t| Timed { case: t.case, us: t.us, floor_us: t.sol_us }).collect();
         Ok(Data {
             device: judge.machine.name,
@@ -79,7 +95,7 @@ impl Data {
             peer: peer.timed.into_iter().map(|t| (t.case, t.us)).collect(),
             event_us: bench.event_us,
             kernels: with_kernels(bench.cases),
-            distances,
+            distances: checked.cases(),
         })
     }
 

@@ -72,6 +72,15 @@ pub fn draw(folder: &Path, data: &Data, png: bool) -> Result<Vec<PathBuf>> {
     Ok(written)
 }
 
+/// Whether this build can draw what is asked for.
+pub fn possible(png: bool) -> Result<()> {
+    if !png || cfg!(feature = "png") {
+        return Ok(());
+    }
+    let wanted = "a build with `--features png`".into();
+    Err(Error::Value { what: "--png".into(), wanted, got: "one without".into() })
+}
+
 #[cfg(feature = "png")]
 fn raster(svg: &str, path: &Path) -> Result<()> {
     use resvg::{tiny_skia, usvg};
@@ -98,8 +107,7 @@ fn raster(svg: &str, path: &Path) -> Result<()> {
 
 #[cfg(not(feature = "png"))]
 fn raster(_: &str, _: &Path) -> Result<()> {
-    let wanted = "a build with `--features png`".into();
-    Err(Error::Value { what: "--png".into(), wanted, got: "one without".into() })
+    possible(true)
 }
 
 #[cfg(test)]
