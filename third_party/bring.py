@@ -27,7 +27,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 LOCAL = HERE / ".local"
 GROUPS = ("tools", "cutlass", "cuda", "fa3")
-REQUIRED_CUDART = 13000  # CUDART_VERSION; the same bound stands in build_support/toolkit.rs
+REQUIRED_CUDART = 13000  # CUDART_VERSION; the same bound stands in build_support/locate.rs
 
 
 def say(text):
@@ -65,7 +65,7 @@ def toolkit_version(root):
 
 
 def installed_toolkit():
-    """The first toolkit on this machine that is new enough, in build_support/toolkit.rs's order."""
+    """The first toolkit on this machine that is new enough, in build_support/locate.rs's order."""
     places = [os.environ.get(name) for name in ("MUSE_SPARK_CUDA_ROOT", "CUDA_HOME", "CUDA_PATH")]
     places.append("/usr/local/cuda")
     nvcc = shutil.which("nvcc")

@@ -56,7 +56,8 @@ class Layer:
     """A decoder layer.
 
     weights: torch tensors on one GPU, named as the reference's; read here only, not kept.
-    engine: "own", or "fa3" where the library has it (query "e4m3" then). query: "fp16" or "e4m3". rank: this GPU's rank of TP8/EP8 (the unpooler's slice at up to 8 tokens).
+    engine: "own", or "fa3" where the library has it (query "e4m3" then). query: "fp16" or "e4m3".
+    rank: this GPU's rank of TP8/EP8 (the unpooler's slice at up to 8 tokens).
     taps: names (or True: all) of intermediate results that each call leaves in `self.tapped`.
     dependent_launch: programmatic dependent launch between the step's kernels.
 
