@@ -42,7 +42,12 @@ struct PlanReport<'a> {
 /// The plan's operations in order, each with its kernel's file and its launch form.
 fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
     let (l, none) = (&plan.launches, String::new);
-    let dense = |d: &DensePlan| (if d.tile_n > 0 { "gemm/skinny.cuh" } else { "gemm/tiled.cuh" }, d.to_string());
+    let file = |tile_rows: u32, tile_n: u32| match (tile_rows, tile_n) {
+        (0, 0) => "gemm/tiled.cuh",
+        (0, _) => "gemm/skinny.cuh",
+        _ => "gemm/wide.cuh",
+    };
+    let dense = |d: &DensePlan| (file(d.tile_rows, d.tile_n), d.to_string());
     let with = |name, (file, how)| (name, file, how);
     let attention = |a: &AttentionPlan, decode: bool| match (a.tiled, decode) {
         (true, _) => ("attention/attention_tiled_kernel.cuh", "tiled".to_string()),
@@ -63,9 +68,13 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
             ]),
         }
     }
-    let router = match l.router.form {
-        RouterForm::Rows => ("moe/router*.cuh", format!("FP32 rows, splits {}", l.router.splits)),
-        RouterForm::Planes => ("gemm/tiled.cuh", format!("tiled, three BF16 planes, splits {}", l.router.splits)),
+    let r = &l.router;
+    let router = match (r.form, r.tile_rows) {
+        (RouterForm::Rows, _) => ("moe/router*.cuh", format!("FP32 rows, splits {}", r.splits)),
+        (RouterForm::Planes, 0) => (file(0, 0), format!("tiled, three BF16 planes, splits {}", r.splits)),
+        (RouterForm::Planes, rows) => {
+            (file(rows, r.tile_n), format!("wide {rows} x {}, three BF16 planes, splits {}", r.tile_n, r.splits))
+        }
     };
     let e = &l.experts;
     let experts = |splits: u32| {
