@@ -9,7 +9,7 @@
 //! | `bridge.rs` | the C++ entry points |
 //! | `device.rs` | driver, devices, allocations |
 //! | `staging.rs` | weights from the host: a ring of pinned memory |
-//! | `ops.rs` | one method per operation: fills the struct, calls the entry point |
+//! | `ops.rs`, `ops/` | one method per operation: fills the struct, calls the entry point |
 //! | `host.rs` | a step on host arrays: upload, run, download |
 //! | `resident.rs` | a step whose tensors live on the device, for measurements |
 //! | `peers.rs` | collectives of a few tokens between GPUs of one process |
@@ -23,6 +23,7 @@
 #[doc(hidden)]
 pub mod heuristics;
 pub mod model;
+#[doc(hidden)]
 pub mod tiles;
 
 #[cfg(feature = "cuda")]
