@@ -5,7 +5,6 @@
 #include "attention_tiled.h"
 #include "attention_verify.cuh"
 #include "attention_verify_few.cuh"
-#include "attention_verify_long.cuh"
 #include "out_norm_gate.cuh"
 #include "qk_norm_rope_append.cuh"
 
@@ -21,8 +20,7 @@ int attention(const AttentionParams& p, const Launch& l) {
   // The most keys a split may hold, by the plan alone.
   int64_t keys = static_cast<int64_t>(p.table_width) << p.page_log2;
   if (p.window > 0 && keys > p.window + p.max_q_len) keys = p.window + p.max_q_len;
-  if (keys <= int64_t{96} * p.splits) return launch_attention_verify_few(p, l);
-  return keys <= int64_t{768} * p.splits ? launch_attention_verify(p, l) : launch_attention_verify_long(p, l);
+  return keys <= int64_t{96} * p.splits ? launch_attention_verify_few(p, l) : launch_attention_verify(p, l);
 }
 
 int append_attention(const QkNormRopeAppendParams& a, const AttentionParams& p, const Launch& l) {
@@ -38,7 +36,6 @@ int prepare_attention() {
   if (!e) e = prepare_kernel(attention_decode_kernel<false>, DecodeConfig::kSharedBytes);
   if (!e) e = prepare_kernel(attention_decode_kernel<true>, DecodeConfig::kSharedBytes);
   if (!e) e = prepare_kernel(attention_verify_kernel, VerifyConfig::kSharedBytes);
-  if (!e) e = prepare_kernel(attention_verify_long_kernel, VerifyLongConfig::kSharedBytes);
   if (!e) e = prepare_kernel(attention_verify_few_kernel, VerifyFewConfig::kSharedBytes);
   if (!e) e = prepare_out_norm_gate();
   if (!e) e = prepare_attention_tiled();
