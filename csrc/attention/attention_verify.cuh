@@ -3,8 +3,8 @@
 // A CTA (split, request, tile of tokens) walks its keys in chunks of 64, in two roles that meet at the barriers of a ring
 // of FP16 tiles [K head 0, K head 1, V head 0, V head 1][64 keys][64]:
 //   loading      8 warps bring rows to a raw ring three chunks ahead, whatever the other role does, and turn a chunk into
-//                halves when its place in the ring of tiles is free. That a chunk's halves are seen by wgmma is the
-//                readers' fence: a fence of the writers, with their loads under way, waits for those.
+//                halves when its place in the ring of tiles is free. The fence that lets wgmma see them is the readers':
+//                it is a memory barrier too, and these warps have loads under way.
 //   multiplying  2 warpgroups, one KV head each: S by wgmma m64n64k16, queries from registers; softmax on registers; O by
 //                wgmma m64n64k16, probabilities from registers. The warpgroups take turns at the tensor cores: in its turn
 //                one issues S of a chunk and O of the chunk before, and then has the softmax while the other multiplies
@@ -12,8 +12,8 @@
 // The partial goes to memory straight from the accumulators.
 //
 // On an H200 the loading role alone takes 0.53 us a chunk and SM, as decode does, the multiplying role alone 0.77: it
-// binds. Its products and its exponentials (16 a clock) are 512 clocks each, 0.3 us; without exponentials it takes 0.5. Sizes: rings of 3 x 16 KB and
-// 4 x 32 KB; 72 registers a loading thread and 184 a multiplying one: one CTA a SM.
+// binds. Its products and its exponentials (16 a clock) are 512 clocks each, 0.3 us; without exponentials it takes 0.5.
+// Sizes: rings of 3 x 16 KB and 4 x 32 KB; 72 registers a loading thread and 184 a multiplying one: one CTA a SM.
 #pragma once
 #include "attention_verify_parts.cuh"
 
