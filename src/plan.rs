@@ -235,8 +235,8 @@ pub struct DensePlan {
 pub enum RouterForm {
     /// FP32 fused multiply-adds over the FP32 rows.
     Rows,
-    /// Six products of three BF16 planes on the tensor cores.
-    Planes,
+    /// Three products of two FP16 halves of weights and residual stream on the tensor cores.
+    Tiled,
 }
 
 /// The router.
@@ -246,10 +246,6 @@ pub struct RouterPlan {
     pub form: RouterForm,
     /// Parts that K is cut into; the reader adds them.
     pub splits: u32,
-    /// As in [`DensePlan`]; of the planes.
-    pub tile_n: u32,
-    /// As in [`DensePlan`]; of the planes.
-    pub tile_rows: u32,
 }
 
 /// The attention.
@@ -353,6 +349,22 @@ impl Plan {
     /// Whether the unpooler computes this rank's slice of its columns only.
     pub fn sliced(&self) -> bool {
         self.launches.unpooler.rows < m::HIDDEN
+    }
+
+    /// BF16 planes of `ffn_input` that are written: three, whose sum is FP32-grade, for the router's rows and for a
+    /// tap; else the first, which is what the pooler reads.
+    pub(crate) fn ffn_planes(&self) -> u32 {
+        if self.launches.router.form == RouterForm::Rows || self.key.taps != Taps::None {
+            3
+        } else {
+            1
+        }
+    }
+
+    /// Whether any of the step's requests takes an attention that leaves the gate to `out_norm_gate`.
+    pub(crate) fn gate_apart(&self) -> bool {
+        let l = &self.launches;
+        !l.attention.tiled || l.short_attention.as_ref().is_some_and(|short| !short.tiled)
     }
 
     /// Kernel launches of a step on its own, without what stands around collectives.

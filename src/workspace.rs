@@ -10,7 +10,7 @@
 
 use crate::backend::cuda::model as m;
 use crate::error::{Error, Result};
-use crate::plan::{AttentionEngine, Plan};
+use crate::plan::{AttentionEngine, Plan, RouterForm};
 use crate::scheduler::SchedulerMetadata;
 use crate::stack::StackPlan;
 use crate::tensor::{DType, DeviceTensor};
@@ -64,14 +64,12 @@ pub struct Layout {
     pub qkv: u64,
     /// FP16 `[T][16][64]`.
     pub q: u64,
-    /// FP32 `[T][1024]`.
+    /// FP32 `[T][1024]` (not of a step whose attention is tiled).
     pub gate: u64,
     /// FP32 `[T][16][splits][64]` (split attention).
     pub acc: u64,
     /// FP32 `[T][16][splits][2]` (split attention).
     pub lse: u64,
-    /// FP32 `[T][1024]` (tiled attention).
-    pub tiled_out: u64,
     /// FP16 copies of the visible pages (tiled attention).
     pub kv_scratch: u64,
     /// E4M3 `[T][16][64]` (fa3).
@@ -90,8 +88,10 @@ pub struct Layout {
     pub attn_out: u64,
     /// FP32 `[T][8192]`.
     pub stream_after_attn: u64,
-    /// BF16 `[T][3][8192]`.
+    /// BF16 `[T][planes][8192]`.
     pub ffn_input: u64,
+    /// FP32 `[T]` (tiled router).
+    pub ffn_factor: u64,
     /// FP32 `[splits][T][256]`.
     pub logits: u64,
     /// FP32 `[T][8]`.
@@ -102,8 +102,8 @@ pub struct Layout {
     pub route_token: u64,
     /// i32 `[T][8]`.
     pub token_route: u64,
-    /// i32 `[ceil(T / 256)][32]`.
-    pub block_counts: u64,
+    /// u32 `[ceil(T / 32)][32]`.
+    pub token_masks: u64,
     /// FP32 `[splits][T][4096]`.
     pub pooled: u64,
     /// BF16 `[route_bound][4096]`.
@@ -161,10 +161,9 @@ impl Layout {
             control: c.take("control", 4, &[CONTROL_WORDS as u64]),
             qkv: c.take("qkv", 4, &[l.qkv_gate.splits as u64, t, m::QKV_ROWS as u64]),
             q: c.take("q", 2, &[t, q_size]),
-            gate: c.take("gate", 4, &[t, q_size]),
+            gate: c.take("gate", 4, &[u64::from(plan.gate_apart()), t, q_size]),
             acc: c.take("acc", 4, &[t, heads, own_split + fa3_split, m::HEAD_DIM as u64]),
             lse: c.take("lse", 4, &[t, heads, own_split, 2]),
-            tiled_out: c.take("tiled_out", 4, &[tiled, t, q_size]),
             kv_scratch: c.take("kv_scratch", 1, &[tiled, l.attention.kv_scratch_bytes]),
             fa3_q: c.take("fa3_q", 1, &[fa3, t, q_size]),
             fa3_out: c.take("fa3_out", 2, &[fa3, t, q_size]),
@@ -174,13 +173,14 @@ impl Layout {
             gated: c.take("gated", 2, &[t, q_size]),
             attn_out: c.take("attn_out", 2, &[t, hidden]),
             stream_after_attn: c.take("stream_after_attn", 4, &[t, hidden]),
-            ffn_input: c.take("ffn_input", 2, &[t, 3, hidden]),
+            ffn_input: c.take("ffn_input", 2, &[t, plan.ffn_planes() as u64, hidden]),
+            ffn_factor: c.take("ffn_factor", 4, &[u64::from(l.router.form == RouterForm::Tiled), t]),
             logits: c.take("logits", 4, &[l.router.splits as u64, t, experts]),
             topk_scores: c.take("topk_scores", 4, &[t, m::TOP_K as u64]),
             expert_offsets: c.take("expert_offsets", 4, &[m::LOCAL_EXPERTS as u64 + 1]),
             route_token: c.take("route_token", 4, &[t, m::TOP_K as u64]),
             token_route: c.take("token_route", 4, &[t, m::TOP_K as u64]),
-            block_counts: c.take("block_counts", 4, &[t.div_ceil(256), m::LOCAL_EXPERTS as u64]),
+            token_masks: c.take("token_masks", 4, &[t.div_ceil(32), m::LOCAL_EXPERTS as u64]),
             pooled: c.take("pooled", 4, &[l.pooler.splits as u64, t, expert_dim]),
             x: c.take("x", 2, &[bound, expert_dim]),
             inter: c.take("inter", 2, &[bound, expert_dim]),
@@ -361,7 +361,7 @@ fn too_small(wanted: u64, got: u64) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{LayerKind, WeightKind};
+    use crate::config::{LayerKind, Taps, WeightKind};
     use crate::plan::{PlanKey, ShortRequests};
 
     fn plans() -> Vec<Plan> {
@@ -404,10 +404,12 @@ mod tests {
                 |name: &str| Layout::regions(&plan, 0).iter().find(|r| r.name == name).map(|r| r.bytes).unwrap();
             let (t, l) = (plan.key.tokens as u64, &plan.launches);
             assert_eq!(bytes("qkv"), l.qkv_gate.splits as u64 * t * 2304 * 4);
-            assert_eq!(bytes("ffn_input"), t * 3 * 8192 * 2);
+            let planes = if t > 64 && plan.key.taps == Taps::None { 1 } else { 3 };
+            assert_eq!(bytes("ffn_input"), t * planes * 8192 * 2);
+            assert_eq!(bytes("ffn_factor"), if t > 64 { t * 4 } else { 0 });
             let split = !l.attention.tiled || l.short_attention.is_some();
             assert_eq!(bytes("acc") + bytes("lse") > 0, split && t > 0);
-            assert_eq!(bytes("tiled_out"), if l.attention.tiled { t * 4096 } else { 0 });
+            assert_eq!(bytes("gate"), if split { t * 4096 } else { 0 });
             assert_eq!(bytes("carry"), l.experts.carry_words as u64 * 4);
             assert_eq!(bytes("accumulate") > 0, l.experts.passes > 1);
             assert_eq!(

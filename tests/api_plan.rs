@@ -62,7 +62,7 @@ fn a_plan_prints_its_decisions() {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
     let text = plan(PlanKey::block(1, 8192, 16384)).to_string();
-    for part in ["attention  tiled", "router     Planes", "many-token kernel", "1 pass(es) of 65536 routes"] {
+    for part in ["attention  tiled", "router     Tiled", "many-token kernel", "1 pass(es) of 65536 routes"] {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
 }

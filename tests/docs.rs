@@ -170,7 +170,7 @@ fn kernels_are_the_codes() {
         .filter_map(|l| l.strip_prefix("int ").and_then(|l| l.split_once('(')))
         .map(|(name, _)| name.to_string())
         // A form of `router`, and what a device is opened with.
-        .filter(|name| name != "router_planes" && !name.starts_with("prepare_"))
+        .filter(|name| name != "router_tiled" && !name.starts_with("prepare_"))
         .collect();
     assert_eq!(operations(), entries, "KERNELS.md against the headers of csrc/include");
     let ops = ["ops.rs", "ops/fa3.rs"].map(|name| read(&format!("src/backend/cuda/{name}"))).concat();

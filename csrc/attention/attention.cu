@@ -33,6 +33,7 @@ int out_norm_gate(const OutNormGateParams& p, const Launch& l) { return launch_o
 
 int prepare_attention() {
   int e = prepare_kernel(qk_norm_rope_append_kernel, 0);
+  if (!e) e = prepare_kernel(append_rows_kernel, 0);
   if (!e) e = prepare_kernel(attention_decode_kernel<false>, DecodeConfig::kSharedBytes);
   if (!e) e = prepare_kernel(attention_decode_kernel<true>, DecodeConfig::kSharedBytes);
   if (!e) e = prepare_kernel(attention_verify_kernel, VerifyConfig::kSharedBytes);

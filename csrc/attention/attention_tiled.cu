@@ -30,11 +30,10 @@ int attention_tiled(const AttentionParams& p, const Launch& l) {
   int e = launch(gather_kernel, dim3(static_cast<unsigned>(units < resident ? units : resident)), dim3(kGatherThreads), 0,
                  l, p, plan);
   if (e == 0)
-    e = launch(attention_tiled_kernel, dim3(plan.query_tiles * plan.splits * kKvHeads), dim3(kThreads), kSharedBytes, l, p,
+    e = launch(attention_tiled_kernel, dim3((plan.whole + (plan.query_tiles - plan.whole) * plan.splits) * kKvHeads), dim3(kThreads), kSharedBytes, l, p,
                plan);
   if (e == 0 && plan.splits > 1)
-    e = launch(join_kernel, dim3((p.tokens * (kQSize / 4) + kJoinThreads - 1) / kJoinThreads), dim3(kJoinThreads), 0, l, p,
-               plan);
+    e = launch(join_kernel, dim3((plan.query_tiles - plan.whole) * kTokens), dim3(kJoinThreads), 0, l, p, plan);
   return e;
 }
 

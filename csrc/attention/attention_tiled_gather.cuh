@@ -78,11 +78,13 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const AttentionP
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   pdl_wait();
 
-  // Tokens behind the last request's belong to nobody and see no key. (With splits the join says so.)
-  if (plan.splits == 1) {
-    int64_t i = static_cast<int64_t>(p.cu_seqlens_q[p.requests]) * (kQSize / 4) + blockIdx.x * kGatherThreads + thread;
-    for (; i < static_cast<int64_t>(p.tokens) * (kQSize / 4); i += gridDim.x * kGatherThreads)
-      reinterpret_cast<float4*>(p.out)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  // Tokens behind the last request's belong to nobody and see no key.
+  int64_t i = static_cast<int64_t>(p.cu_seqlens_q[p.requests]) * (kQSize / 8) + blockIdx.x * kGatherThreads + thread;
+  for (; i < static_cast<int64_t>(p.tokens) * (kQSize / 8); i += gridDim.x * kGatherThreads) {
+    static_cast<uint4*>(p.out)[i] = make_uint4(0, 0, 0, 0);
+    if (p.attn_core == nullptr) continue;
+    reinterpret_cast<float4*>(p.attn_core)[2 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    reinterpret_cast<float4*>(p.attn_core)[2 * i + 1] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 
   auto* images = static_cast<uint8_t*>(p.kv_scratch);

@@ -34,11 +34,26 @@ constexpr int kThreads = 128 * (kWarpgroups + 1);
 constexpr float kFastBound = 120.f;    // fast tiles: log2 of any weight is below this
 constexpr float kSumBound = 32768.f;   // a thread's sum of weights that FP16 surely holds
 
+// What a work item is; the same in every thread of the CTA.
+struct Item {
+  int request, kv_head;
+  int split, splits;          // this one, of how many
+  int part_row;               // row of the first token's partials, with splits
+  int token0, tokens;         // first token of the tile in the step; valid tokens, 1..24
+  int position0;              // of the first token
+  int first_key;              // position of key 0 of tile 0 in the scratch
+  int tile_begin, tile_end;   // key tiles of this split
+};
+
+constexpr int kGateStride = kHeadDim + 8;  // floats: eight heads' rows meet no bank conflict
+
 struct Shared {
   uint8_t ring[kStages][kImageBytes];        // K, V
   uint8_t q[kWarpgroups][64 * kHeadDim * 2];
   TileHeader header[kStages];
+  float gate[kRows][kGateStride];
   float q_norm[kRows];
+  Item item;
   uint64_t k_full[kStages], v_full[kStages], empty[kStages];
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // the ring is aligned to 1024 by hand
@@ -68,6 +83,22 @@ __device__ __forceinline__ bool warpgroup_all(int id, bool mine) {
       "{\n .reg .pred p, q;\n setp.ne.b32 q, %1, 0;\n barrier.cta.red.and.pred p, %2, 128, q;\n selp.u32 %0, 1, 0, p;\n}\n"
       : "=r"(all) : "r"(static_cast<uint32_t>(mine)), "r"(id) : "memory");
   return all != 0;
+}
+
+// out_norm_gate's arithmetic: the factor of a head's norm from its sum of squares, and a gated value.
+__device__ __forceinline__ float head_norm(float square) { return rsqrtf(square * (1.0f / kHeadDim) + kRmsEps); }
+__device__ __forceinline__ float gated(float x, float gate) { return x / (1.0f + __expf(-gate)); }
+// Columns of a token's gate, the projection's splits added in order.
+template <class Vector>
+__device__ __forceinline__ Vector gate_at(const AttentionParams& p, int64_t token, int column) {
+  const float* src = p.gate + token * kQkvRows + column;
+  Vector sum = __ldcg(reinterpret_cast<const Vector*>(src));
+  for (int s = 1; s < p.gate_splits; s++) {
+    const Vector v = __ldcg(reinterpret_cast<const Vector*>(src + s * static_cast<int64_t>(p.gate_tokens) * kQkvRows));
+    sum.x += v.x, sum.y += v.y;
+    if constexpr (sizeof(Vector) == 16) sum.z += v.z, sum.w += v.w;
+  }
+  return sum;
 }
 
 // A thread's two rows: m in log2 units, l this thread's share of the sum of weights.
@@ -179,21 +210,8 @@ __device__ __forceinline__ bool softmax_fast(float (&s)[64], uint32_t (&weights)
   return rescale;
 }
 
-// What a work item is; the same in every thread of the CTA.
-struct Item {
-  int request, kv_head, split;
-  int token0, tokens;         // first token of the tile in the step; valid tokens, 1..24
-  int position0;              // of the first token
-  int first_key;              // position of key 0 of tile 0 in the scratch
-  int tile_begin, tile_end;   // key tiles of this split
-};
-
-__device__ __forceinline__ bool find_item(const AttentionParams& p, const Plan& plan, Item& item) {
-  int index = blockIdx.x;
-  item.kv_head = index % kKvHeads;
-  index /= kKvHeads;
-  item.split = index % plan.splits;
-  index /= plan.splits;
+// The queries of the step's tile number `index`.
+__device__ __forceinline__ bool find_queries(const AttentionParams& p, int index, Item& item) {
   // Backward: the last tiles of a request see the most keys and start first.
   item.request = find_tile(p.requests, true, index, [&](int b) {
     return (max(0, p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]) + kTokens - 1) / kTokens;
@@ -205,13 +223,29 @@ __device__ __forceinline__ bool find_item(const AttentionParams& p, const Plan& 
   item.token0 = begin + tile * kTokens;
   item.tokens = min(kTokens, queries - tile * kTokens);
   item.position0 = p.cache_seqlens[item.request] - queries + tile * kTokens;
+  return true;
+}
+
+__device__ __forceinline__ bool find_item(const AttentionParams& p, const Plan& plan, Item& item) {
+  int index = blockIdx.x;
+  item.kv_head = index % kKvHeads;
+  index /= kKvHeads;
+  item.split = 0, item.splits = 1, item.part_row = 0;
+  if (index >= plan.whole) {
+    index -= plan.whole;
+    item.split = index % plan.splits, item.splits = plan.splits;
+    index /= plan.splits;
+    item.part_row = index * kTokens;
+    index += plan.whole;
+  }
+  if (!find_queries(p, index, item)) return false;
   KeyRange range = key_range(p, plan.key_tiles, item.request);
   item.first_key = range.first;
   int low = p.window > 0 ? max(0, item.position0 - p.window + 1 - range.first) : 0;
   int high = min(item.position0 + item.tokens - 1 - range.first, range.count - 1);
   int t0 = low / kKeys, n = high >= low ? high / kKeys + 1 - t0 : 0;
-  item.tile_begin = t0 + n * item.split / plan.splits;
-  item.tile_end = t0 + n * (item.split + 1) / plan.splits;
+  item.tile_begin = t0 + n * item.split / item.splits;
+  item.tile_end = t0 + n * (item.split + 1) / item.splits;
   return true;
 }
 
@@ -232,6 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
       mbar_init(&shared.empty[i], 4 * active);
     }
     mbar_init_fence();
+    shared.item = item;
   }
   __syncthreads();
   const int tiles = item.tile_end - item.tile_begin;
@@ -261,6 +296,17 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
   setmaxnreg_inc<kWarpgroups == 3 ? 160 : 240>();
   if (group >= active) return;
   const float c = p.softmax_scale * *p.k_scale * 1.4426950408889634f;
+
+  // The gate's rows, long before they are wanted (not by bulk copies: so many of 256 bytes hold up the key tiles').
+  if (item.splits == 1 && p.gate_splits == 1) {
+    const int thread = threadIdx.x & 127, chunk = thread & 15;
+    const float* src = p.gate + static_cast<int64_t>(item.token0 + 8 * group) * kQkvRows + item.kv_head * kGroup * kHeadDim +
+                       (thread >> 4) * kHeadDim + 4 * chunk;
+    float* dst = &shared.gate[64 * group + (thread >> 4)][4 * chunk];
+#pragma unroll
+    for (int token = 0; token < 8; token++)
+      if (8 * group + token < item.tokens) cp_async16(dst + token * kGroup * kGateStride, src + token * kQkvRows);
+  }
 
   // Q: rows 8 * token + head of this warpgroup's 8 tokens, into the swizzled tile; tokens past the end are zeros.
   {
@@ -402,60 +448,103 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
   }
 
   // Rows of a warp: tokens 2 (warp % 4) and the next; head g = lane / 4; columns 8 j + 2 (lane % 4).
+  const Item& done = shared.item;  // read again: registers are short in the loop
+  const int column = 2 * (lane & 3), head = lane >> 2, pair = 2 * (warp & 3);
+  if (done.splits > 1) {
+    auto* scratch = static_cast<uint8_t*>(p.kv_scratch);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int token = 8 * group + pair + r;
+      const float l = quad_sum(row.l[r]);
+      if (token >= done.tokens) continue;
+      const int64_t head_row = static_cast<int64_t>(done.part_row + token) * kQHeads + done.kv_head * kGroup + head;
+      const int64_t part = head_row * done.splits + done.split;
+      float* out = reinterpret_cast<float*>(scratch + plan.acc_offset) + part * kHeadDim;
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        *reinterpret_cast<float2*>(out + 8 * j + column) = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
+      if (column == 0)
+        *reinterpret_cast<float2*>(reinterpret_cast<float*>(scratch + plan.lse_offset) + 2 * part) = make_float2(row.m[r], l);
+    }
+    return;
+  }
   const float v_scale = *p.v_scale;
-  auto* scratch = static_cast<uint8_t*>(p.kv_scratch);
+  const bool staged = p.gate_splits == 1;
+  if (staged) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    named_barrier(4 + group, 128);
+  }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int token = 8 * group + 2 * (warp & 3) + r;
+    const int token = 8 * group + pair + r;
     const float l = quad_sum(row.l[r]);
-    if (token >= item.tokens) continue;
-    const int64_t head_row = static_cast<int64_t>(item.token0 + token) * kQHeads + item.kv_head * kGroup + (lane >> 2);
-    const int64_t part = head_row * plan.splits + item.split;
-    const bool split = plan.splits > 1;
-    float* out = split ? reinterpret_cast<float*>(scratch + plan.acc_offset) + part * kHeadDim : p.out + head_row * kHeadDim;
-    const float factor = split ? 1.f : (l == 0.f ? 0.f : v_scale / l);
+    if (token >= done.tokens) continue;  // the same in a whole warp
+    const float factor = l == 0.f ? 0.f : v_scale / l;
+    const int64_t step_token = done.token0 + token;
+    const int from = (done.kv_head * kGroup + head) * kHeadDim + column;
+    float square = 0.f;
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-      *reinterpret_cast<float2*>(out + 8 * j + 2 * (lane & 3)) =
-          make_float2(o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor);
-    if (split && (lane & 3) == 0)
-      *reinterpret_cast<float2*>(reinterpret_cast<float*>(scratch + plan.lse_offset) + 2 * part) =
-          make_float2(row.m[r], l);
+    for (int j = 0; j < 8; j++) {
+      float &x = o[4 * j + 2 * r], &y = o[4 * j + 2 * r + 1];
+      x *= factor, y *= factor;
+      square = fmaf(x, x, fmaf(y, y, square));
+      if (p.attn_core != nullptr)
+        *reinterpret_cast<float2*>(p.attn_core + step_token * kQSize + from + 8 * j) = make_float2(x, y);
+    }
+    const float norm = head_norm(quad_sum(square));
+    __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + step_token * kQSize + from;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float2 g = staged ? *reinterpret_cast<const float2*>(&shared.gate[token * kGroup + head][8 * j + column])
+                              : gate_at<float2>(p, step_token, from + 8 * j);
+      *reinterpret_cast<__nv_bfloat162*>(out + 8 * j) =
+          __floats2bfloat162_rn(gated(o[4 * j + 2 * r] * norm, g.x), gated(o[4 * j + 2 * r + 1] * norm, g.y));
+    }
   }
 }
 
-// Joins the splits of a row in their order: 16 threads a (token, head) row, four columns each.
+// Joins the splits of a head in their order; then out_norm_gate's work. A CTA owns one token of a tile that is split,
+// 16 threads a head, four columns each.
 constexpr int kJoinThreads = 256;
+static_assert(kJoinThreads == 16 * kQHeads);
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(const AttentionParams p, const Plan plan) {
   pdl_launch();
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kJoinThreads + threadIdx.x;
-  const int64_t row = index >> 4;
-  const int column = 4 * (index & 15);
+  const int of_tile = blockIdx.x % kTokens, head = threadIdx.x >> 4, column = 4 * (threadIdx.x & 15);
   pdl_wait();
-  if (row >= static_cast<int64_t>(p.tokens) * kQHeads) return;
-  if (row >= static_cast<int64_t>(p.cu_seqlens_q[p.requests]) * kQHeads) {  // a token of no request
-    *reinterpret_cast<float4*>(p.out + row * kHeadDim + column) = make_float4(0.f, 0.f, 0.f, 0.f);
-    return;
-  }
+  Item item;
+  if (!find_queries(p, plan.whole + blockIdx.x / kTokens, item) || of_tile >= item.tokens) return;
+  const int64_t token = item.token0 + of_tile, row = token * kQHeads + head;
+  const float4 g = gate_at<float4>(p, token, head * kHeadDim + column);
   const auto* scratch = static_cast<const uint8_t*>(p.kv_scratch);
-  const float* acc = reinterpret_cast<const float*>(scratch + plan.acc_offset) + row * plan.splits * kHeadDim + column;
-  const float2* lse = reinterpret_cast<const float2*>(scratch + plan.lse_offset) + row * plan.splits;
+  const int64_t part = (int64_t(blockIdx.x) * kQHeads + head) * plan.splits;
+  const float* acc = reinterpret_cast<const float*>(scratch + plan.acc_offset) + part * kHeadDim + column;
+  const float2* lse = reinterpret_cast<const float2*>(scratch + plan.lse_offset) + part;
   float m = -INFINITY;
   for (int s = 0; s < plan.splits; s++) m = fmaxf(m, lse[s].x);
   float sum = 0.f;
   float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
   for (int s = 0; s < plan.splits; s++) {
-    const float2 part = lse[s];
-    if (part.y == 0.f) continue;
-    const float w = ex2(part.x - m);
+    const float2 of = lse[s];
+    if (of.y == 0.f) continue;
+    const float w = ex2(of.x - m);
     const float4 a = *reinterpret_cast<const float4*>(acc + s * kHeadDim);
-    sum = fmaf(part.y, w, sum);
+    sum = fmaf(of.y, w, sum);
     total.x = fmaf(a.x, w, total.x), total.y = fmaf(a.y, w, total.y);
     total.z = fmaf(a.z, w, total.z), total.w = fmaf(a.w, w, total.w);
   }
   const float factor = sum == 0.f ? 0.f : *p.v_scale / sum;
-  *reinterpret_cast<float4*>(p.out + row * kHeadDim + column) =
-      make_float4(total.x * factor, total.y * factor, total.z * factor, total.w * factor);
+  total = make_float4(total.x * factor, total.y * factor, total.z * factor, total.w * factor);
+  if (p.attn_core != nullptr) *reinterpret_cast<float4*>(p.attn_core + row * kHeadDim + column) = total;
+  float square = fmaf(total.x, total.x, fmaf(total.y, total.y, fmaf(total.z, total.z, total.w * total.w)));
+  const unsigned lanes = 0xFFFFu << (threadIdx.x & 16);
+#pragma unroll
+  for (int d = 8; d > 0; d >>= 1) square += __shfl_xor_sync(lanes, square, d);
+  const float norm = head_norm(square);
+  const __nv_bfloat162 lo = __floats2bfloat162_rn(gated(total.x * norm, g.x), gated(total.y * norm, g.y));
+  const __nv_bfloat162 hi = __floats2bfloat162_rn(gated(total.z * norm, g.z), gated(total.w * norm, g.w));
+  *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + row * kHeadDim + column) =
+      make_uint2(reinterpret_cast<const uint32_t&>(lo), reinterpret_cast<const uint32_t&>(hi));
 }
 
 }  // namespace tiled

@@ -5,7 +5,7 @@
 //   images    [B][2 KV heads][key_tiles] of {K [128 keys][64], V [128 keys][64]} FP16, each 16384 bytes
 //             in the 128-byte-swizzled order that wgmma reads, so that a plain bulk copy brings a tile;
 //   headers   [B][key_tiles] of TileHeader;
-//   partials  splits > 1: FP32 [T][16][splits][64] and [T][16][splits][2].
+//   partials  splits > 1: FP32 [rows][16][splits][64] and [rows][16][splits][2], 24 rows a query tile that is split.
 #pragma once
 #include <cstdint>
 
@@ -37,22 +37,28 @@ struct Plan {
   int64_t header_offset, acc_offset, lse_offset, bytes;
   int32_t key_tiles;    // stride of a request, in tiles
   int32_t query_tiles;  // bound on the query tiles of the step
-  int32_t splits;
+  int32_t whole;        // the first tiles, whose keys are not split
+  int32_t splits;       // of the other tiles' keys
 };
 
 inline int64_t align256(int64_t n) { return (n + 255) / 256 * 256; }
 
-// Splits by a rough count of tile times: each wave of work items costs its key tiles and three more
-// for start and end; joining costs a launch and the partials' traffic.
-inline int choose_splits(int64_t items, int64_t key_tiles, int64_t tokens) {
-  int best = 1;
-  double best_cost = 1e30;
-  for (int s = 1; s <= kMaxSplits && (s == 1 || key_tiles >= 2 * s); s++) {
-    double waves = double((items * s + kSms - 1) / kSms);
-    double cost = waves * (double(key_tiles) / s + 3.0) + (s > 1 ? 2.0 + double(tokens) * s * 0.0018 : 0.0);
-    if (cost < best_cost * 0.97) best = s, best_cost = cost;
+// Whole tiles and splits by a rough count of tile times: each wave of work items costs its key tiles and three more
+// for start and end; joining costs a launch and the partials' traffic. Either all tiles are split, or those which would
+// not fill the last wave.
+inline void choose_splits(Plan* plan, int64_t seen) {
+  const int64_t items = int64_t(plan->query_tiles) * kKvHeads;
+  plan->whole = 0, plan->splits = 1;
+  double best = 1e30;
+  for (int64_t waves : {int64_t(0), items / kSms}) {
+    const int64_t rest = items - waves * kSms;
+    for (int s = waves > 0 ? 2 : 1; s <= kMaxSplits && (s == 1 || seen >= 2 * s); s++) {
+      const double cost = double(waves) * (double(seen) + 3.0) +
+                          double((rest * s + kSms - 1) / kSms) * (double(seen) / s + 3.0) +
+                          (s > 1 ? 2.0 + double(rest * kTokens / kKvHeads) * s * 0.0018 : 0.0);
+      if (rest > 0 && cost < best * 0.97) plan->whole = int32_t(waves * kSms / kKvHeads), plan->splits = s, best = cost;
+    }
   }
-  return best;
 }
 
 inline bool make_plan(const AttentionParams& p, Plan* plan) {
@@ -69,10 +75,10 @@ inline bool make_plan(const AttentionParams& p, Plan* plan) {
   if (seen > key_tiles) seen = key_tiles;
   plan->key_tiles = int32_t(key_tiles);
   plan->query_tiles = int32_t(query_tiles);
-  plan->splits = choose_splits(query_tiles * kKvHeads, seen, p.tokens);
+  choose_splits(plan, seen);
   plan->header_offset = int64_t(p.requests) * kKvHeads * key_tiles * kImageBytes;
   plan->acc_offset = align256(plan->header_offset + int64_t(p.requests) * key_tiles * int64_t(sizeof(TileHeader)));
-  int64_t rows = plan->splits > 1 ? int64_t(p.tokens) * kQHeads * plan->splits : 0;
+  int64_t rows = plan->splits > 1 ? (query_tiles - plan->whole) * kTokens * kQHeads * plan->splits : 0;
   plan->lse_offset = align256(plan->acc_offset + rows * kHeadDim * 4);
   plan->bytes = align256(plan->lse_offset + rows * 2 * 4);
   return true;

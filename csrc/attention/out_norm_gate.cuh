@@ -36,16 +36,15 @@ __device__ __forceinline__ float2 bf16_pair(uint32_t v) {
   return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
 
-// The output of the tiled kernel (FP32) or, without splits, of FlashAttention-3 (BF16): joined and scaled.
-__global__ void __launch_bounds__(kJoinThreads) out_norm_gate_tiled_kernel(const __grid_constant__ OutNormGateParams p) {
+// The output of FlashAttention-3: BF16, joined and scaled.
+__global__ void __launch_bounds__(kJoinThreads) out_norm_gate_joined_kernel(const __grid_constant__ OutNormGateParams p) {
   pdl_launch();
   pdl_wait();
   const int lane = threadIdx.x & 31;
   const int64_t head_row = static_cast<int64_t>(blockIdx.x) * (kJoinThreads / 32) + (threadIdx.x >> 5);
   if (head_row >= static_cast<int64_t>(p.tokens) * kQHeads) return;
   const int64_t at = head_row * kHeadDim + 2 * lane;
-  const float2 x = p.splits > 0 ? __ldcg(reinterpret_cast<const float2*>(p.tiled_out + at))
-                                : bf16_pair(__ldcg(reinterpret_cast<const uint32_t*>(p.tiled_out) + at / 2));
+  const float2 x = bf16_pair(__ldcg(static_cast<const uint32_t*>(p.joined) + at / 2));
   const float2 g = __ldcg(reinterpret_cast<const float2*>(p.gate + at));
   norm_gate_store(p, head_row, lane, x.x, x.y, g);
 }
@@ -149,7 +148,7 @@ inline int launch_out_norm_gate(const OutNormGateParams& p, const Launch& l) {
   if (rows <= 0) return 0;
   const auto grid = [&](int items) { return dim3(static_cast<unsigned>((rows + items - 1) / items)); };
   const dim3 block(kJoinThreads);
-  if (!p.acc) return launch(out_norm_gate_tiled_kernel, grid(8), block, 0, l, p);
+  if (!p.acc) return launch(out_norm_gate_joined_kernel, grid(8), block, 0, l, p);
   if (p.splits < 1 || p.splits > kJoinMaxSplits) return static_cast<int>(cudaErrorInvalidValue);
   if (p.splits <= 4) return launch(out_norm_gate_kernel<1, 4>, grid(8), block, 0, l, p);
   if (p.splits <= 32) return launch(out_norm_gate_kernel<2, 32>, grid(4), block, 0, l, p);
@@ -158,7 +157,7 @@ inline int launch_out_norm_gate(const OutNormGateParams& p, const Launch& l) {
 }
 
 inline int prepare_out_norm_gate() {
-  int e = prepare_kernel(out_norm_gate_tiled_kernel, 0);
+  int e = prepare_kernel(out_norm_gate_joined_kernel, 0);
   if (!e) e = prepare_kernel(out_norm_gate_kernel<1, 4>, 0);
   if (!e) e = prepare_kernel(out_norm_gate_kernel<2, 32>, 0);
   if (!e) e = prepare_kernel(out_norm_gate_kernel<8, 128>, 0);

@@ -104,9 +104,12 @@ __device__ __forceinline__ uint16_t* cache_place(const QkNormRopeAppendParams& p
   uint16_t* cache = static_cast<uint16_t*>(row < kFirstV ? p.k_cache : p.v_cache);
   return cache + (slot * kKvSize + ((row - kFirstK) & 1) * kHeadDim) / 2 + lane;
 }
-__device__ __forceinline__ void token_sincos(const QkNormRopeAppendParams& p, int64_t t, int lane, float& sn, float& cs) {
+__device__ __forceinline__ float token_angle(const QkNormRopeAppendParams& p, int64_t t, int lane) {
   const float position = static_cast<float>(__ldcg(reinterpret_cast<const long long*>(p.positions) + t));
-  sincos_full_range(__fmul_rn(position, __ldcg(p.inv_freq + lane)), sn, cs);
+  return __fmul_rn(position, __ldcg(p.inv_freq + lane));
+}
+__device__ __forceinline__ void token_sincos(const QkNormRopeAppendParams& p, int64_t t, int lane, float& sn, float& cs) {
+  sincos_full_range(token_angle(p, t, lane), sn, cs);
 }
 
 __global__ void __launch_bounds__(kAppendWarps * 32, 8) qk_norm_rope_append_kernel(const __grid_constant__
@@ -130,6 +133,7 @@ __global__ void __launch_bounds__(kAppendWarps * 32, 8) qk_norm_rope_append_kern
   add_splits<1>(p, t, {row}, lane, sums);
   float2 x = sums[0];
   if (row >= kFirstGate) {
+    if (p.gate == nullptr) return;
     *reinterpret_cast<float2*>(p.gate + t * kQSize + (row - kFirstGate) * kHeadDim + 2 * lane) = x;
     return;
   }
@@ -141,9 +145,104 @@ __global__ void __launch_bounds__(kAppendWarps * 32, 8) qk_norm_rope_append_kern
   }
 }
 
+// The same for many tokens: a warp owns four head rows of a token, eight lanes and 2 x 16 bytes a lane each. Lane i
+// of the eight holds pairs 2 i, 2 i + 1 and 16 more of each, and adds in the order of warp_sum: the bits are the
+// same. A prefill step's gate stays where the projection left it (p.gate null): five warps a token then, else nine.
+constexpr int kAppendRowsThreads = 256;
+constexpr int kAppendRowsTokens = 128;  // more than this many
+
+__global__ void __launch_bounds__(kAppendRowsThreads, 5) append_rows_kernel(const __grid_constant__ QkNormRopeAppendParams p) {
+  pdl_launch();
+  const int lane = threadIdx.x & 31, i = lane & 7;
+  const uint32_t units = p.gate != nullptr ? kHeadRows / 4 : kFirstGate / 4;  // warps a token
+  const uint32_t unit = blockIdx.x * (kAppendRowsThreads / 32) + (threadIdx.x >> 5);
+  const int64_t t = unit / units;
+  const int first = unit % units * 4, row = first + (lane >> 3);
+  const bool live = t < p.tokens, is_kv = row >= kFirstK && row < kFirstGate;
+  const bool rope = p.inv_freq != nullptr && first < kFirstGate;  // of the warp; value rows leave it out
+  float angle = 0.0f, scale = 1.0f;
+  int64_t slot = -1;
+  if (live && rope) angle = token_angle(p, t, lane);
+  if (live && is_kv) {
+    slot = append_slot(p, t);
+    scale = cache_scale(p, row);
+  }
+  pdl_wait();
+  if (!live) return;
+  const int64_t stride = static_cast<int64_t>(p.tokens) * kQkvRows;
+  const float* src = p.qkv + t * kQkvRows + row * kHeadDim + 4 * i;
+  float4 x[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) x[h] = __ldcg(reinterpret_cast<const float4*>(src + 32 * h));
+  // While the loads are under way: most CTAs have no wait to compute before.
+  float sn = 0.0f, cs = 1.0f;
+  if (rope) sincos_full_range(angle, sn, cs);
+#pragma unroll 2
+  for (int s = 1; s < p.splits; s++) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(src + s * stride + 32 * h));
+      x[h] = make_float4(x[h].x + v.x, x[h].y + v.y, x[h].z + v.z, x[h].w + v.w);
+    }
+  }
+  if (first >= kFirstGate) {
+    float4* gate = reinterpret_cast<float4*>(p.gate + t * kQSize + (row - kFirstGate) * kHeadDim + 4 * i);
+    gate[0] = x[0];
+    gate[8] = x[1];
+    return;
+  }
+  float square[2];  // of even pairs, of odd ones
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    float part[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float a = e ? x[h].z : x[h].x, b = e ? x[h].w : x[h].y;
+      part[h] = __fmaf_rn(a, a, __fmul_rn(b, b));
+    }
+    square[e] = __fadd_rn(part[0], part[1]);
+#pragma unroll
+    for (int d = 4; d > 0; d >>= 1) square[e] = __fadd_rn(square[e], __shfl_xor_sync(~0u, square[e], d));
+  }
+  const float norm = rsqrtf(__fmaf_rn(__fadd_rn(square[0], square[1]), 1.0f / kHeadDim, kRmsEps));
+  float2 out[2][2];  // [half][pair]
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float pair_sn = rope ? __shfl_sync(~0u, sn, 16 * h + 2 * i + e) : 0.0f;
+      const float pair_cs = rope ? __shfl_sync(~0u, cs, 16 * h + 2 * i + e) : 1.0f;
+      float2 v = e ? make_float2(x[h].z, x[h].w) : make_float2(x[h].x, x[h].y);
+      if (row < kFirstV) {
+        v = make_float2(__fmul_rn(v.x, norm), __fmul_rn(v.y, norm));
+        if (rope)
+          v = make_float2(__fsub_rn(__fmul_rn(v.x, pair_cs), __fmul_rn(v.y, pair_sn)),
+                          __fadd_rn(__fmul_rn(v.x, pair_sn), __fmul_rn(v.y, pair_cs)));
+      }
+      out[h][e] = v;
+    }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int word = 16 * h + 2 * i;  // pairs, in the row
+    if (!is_kv) {
+      *reinterpret_cast<uint2*>(reinterpret_cast<uint32_t*>(p.q) + (t * kQSize + row * kHeadDim) / 2 + word) =
+          make_uint2(query_half2(out[h][0], p.e4m3_query), query_half2(out[h][1], p.e4m3_query));
+    } else if (slot >= 0) {
+      *reinterpret_cast<uint32_t*>(cache_place(p, row, slot, word)) =
+          uint32_t(cache_bytes(out[h][0], scale)) | uint32_t(cache_bytes(out[h][1], scale)) << 16;
+    }
+  }
+}
+
 inline int launch_qk_norm_rope_append(const QkNormRopeAppendParams& p, const Launch& l) {
   if (p.tokens <= 0) return 0;
   static_assert(kHeadRows % kAppendWarps == 0);
+  if (p.tokens > kAppendRowsTokens) {
+    constexpr int kWarps = kAppendRowsThreads / 32;
+    const int64_t units = static_cast<int64_t>(p.tokens) * ((p.gate ? kHeadRows : kFirstGate) / 4);
+    return launch(append_rows_kernel, dim3(static_cast<unsigned>((units + kWarps - 1) / kWarps)), dim3(kAppendRowsThreads), 0,
+                  l, p);
+  }
   const unsigned y = p.tokens < 32768 ? p.tokens : 32768;
   const dim3 grid(kHeadRows / kAppendWarps, y, (p.tokens + y - 1) / y);
   return launch(qk_norm_rope_append_kernel, grid, dim3(kAppendWarps * 32), 0, l, p);

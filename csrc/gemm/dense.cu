@@ -1,4 +1,4 @@
-// Launchers of the dense projections (ops.h: qkv_gate, o, pooler, unpooler, router_planes) and of their packing.
+// Launchers of the dense projections (ops.h: qkv_gate, o, pooler, unpooler) and of their packing.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma of any multiple of 8 columns
 #include "../common/launch.cuh"
 #include "../include/model.h"
@@ -139,7 +139,6 @@ int o(const DenseParams& p, const Launch& l) { return dense(p, l, 0); }
 // Triggers after its own wait: every later kernel may then read what the kernels before the pooler wrote.
 int pooler(const DenseParams& p, const Launch& l) { return dense(p, l, 1); }
 int unpooler(const DenseParams& p, const Launch& l) { return dense(p, l, 0); }
-int router_planes(const DenseParams& p, const Launch& l) { return p.planes == 3 ? dense(p, l, 0) : kInvalid; }
 
 int pack_dense(const PackDenseParams& p, const Launch& l) {
   if (p.rows < 0 || p.rows % kTileRows || p.k <= 0 || p.k % kTileK) return kInvalid;
@@ -147,12 +146,6 @@ int pack_dense(const PackDenseParams& p, const Launch& l) {
   const dim3 grid(static_cast<unsigned>((chunks + kPackThreads - 1) / kPackThreads));
   return launch(pack_dense_kernel, grid, dim3(kPackThreads), 0, l, static_cast<const uint4*>(p.src),
                 static_cast<uint8_t*>(p.dst), chunks, p.k);
-}
-
-int pack_router(const PackRouterParams& p, const Launch& l) {
-  constexpr int64_t kChunks = int64_t(kExperts) * kHidden / 8;
-  return launch(pack_router_kernel, dim3(kChunks / kPackThreads), dim3(kPackThreads), 0, l, p.src,
-                static_cast<uint8_t*>(p.dst), kChunks, kHidden);
 }
 
 int prepare_dense() {
@@ -163,8 +156,7 @@ int prepare_dense() {
     if (int e = with_wide(t.rows, t.tokens, [](auto c) { return prepare(wide_kernel<decltype(c)>, c); })) return e;
   for (const TiledShape& s : kTiledShapes)
     if (int e = with_tiled(s, [](auto c) { return prepare(tiled_kernel<decltype(c)>, c); })) return e;
-  if (int e = prepare_kernel(pack_dense_kernel, 0)) return e;
-  return prepare_kernel(pack_router_kernel, 0);
+  return prepare_kernel(pack_dense_kernel, 0);
 }
 
 }  // namespace msl

@@ -9,13 +9,13 @@ int qkv_gate(const DenseParams&, const Launch&);
 int o(const DenseParams&, const Launch&);
 int pooler(const DenseParams&, const Launch&);
 int unpooler(const DenseParams&, const Launch&);
-int router_planes(const DenseParams&, const Launch&);
 int qk_norm_rope_append(const QkNormRopeAppendParams&, const Launch&);
 int attention(const AttentionParams&, const Launch&);
 int append_attention(const QkNormRopeAppendParams&, const AttentionParams&, const Launch&);  // the two above in one, decode
 int out_norm_gate(const OutNormGateParams&, const Launch&);
 int attn_boundary(const AttnBoundaryParams&, const Launch&);
 int router(const RouterParams&, const Launch&);
+int router_tiled(const RouterTiledParams&, const Launch&);
 int router_topk(const RouterTopkParams&, const Launch&);
 int pre_expert_norm(const PreExpertNormParams&, const Launch&);
 int w13(const ExpertGemmParams&, const Launch&);
@@ -31,7 +31,7 @@ int pack_experts(const PackExpertsParams&, const Launch&);
 int prepare_dense();
 int prepare_attention();
 int prepare_residual();
-int prepare_moe();      // router, router_topk, pre_expert_norm, combine
+int prepare_moe();      // router, router_tiled, router_topk, pre_expert_norm, combine, pack_router
 int prepare_experts();  // w13, w2, pack_experts
 int prepare_collective();  // slice_sum
 }  // namespace msl

@@ -18,7 +18,7 @@ struct Launch {
 };
 
 // Dense BF16 projection out[t, r] = sum_k x[t, k] * weight[r, k], FP32 accumulation.
-// Operations qkv_gate, o, pooler, unpooler, and the router's tiled form (segments, see below).
+// Operations qkv_gate, o, pooler, unpooler.
 struct DenseParams {
   const void* weight;    // BF16, tiles [rows / 64][k / 64][64 x 64], see gemm/dense_tile.h; first row already applied
   const void* x;         // BF16 [T, k], row stride x_stride
@@ -50,7 +50,7 @@ struct QkNormRopeAppendParams {
   void* k_cache;               // E4M3 [cache_rows][2][64]
   void* v_cache;               // E4M3 [cache_rows][2][64]
   void* q;                     // FP16 [T][16][64], unit RMS, NOT scaled by 5.473 or 1/8
-  float* gate;                 // FP32 [T][1024]: the gate's splits added, before the sigmoid
+  float* gate;                 // FP32 [T][1024]: the gate's splits added, before the sigmoid; null: its readers take them from qkv
   int64_t cache_rows;          // pages * page size; rows at or past it are not stored
   int32_t tokens;
   int32_t splits;
@@ -74,8 +74,10 @@ struct AttentionParams {
   // sum of p * v (v_scale not applied), `lse` = (running max in log2 units, sum of p).
   float* acc;                    // FP32 [T][16][splits][64]
   float* lse;                    // FP32 [T][16][splits][2]; an empty split writes (-inf, 0), and zeros to acc
-  // tiled kernel (prefill): normalised output, v_scale applied
-  float* out;                    // FP32 [T][1024]
+  // tiled kernel (prefill): the heads joined, v_scale applied, and out_norm_gate's work done on them
+  const float* gate;             // qkv_gate's output from the gate's first column on, FP32 [gate_splits][T][2304]
+  void* out;                     // BF16 [T][1024]
+  float* attn_core;              // tap, FP32 [T][1024], before the norm; may be null
   void* kv_scratch;              // tiled kernel: FP16 copies of the visible pages; kv_scratch_bytes
   int64_t kv_scratch_bytes;
   int64_t pages;                 // pages in the pool
@@ -88,15 +90,17 @@ struct AttentionParams {
   int32_t window;                // 0: full
   int32_t splits;                // bound on splits a request (split kernel)
   int32_t tiled;                 // 0: split kernel, 1: tiled kernel
+  int32_t gate_splits;           // K splits of qkv_gate
+  int32_t gate_tokens;           // T of `gate`: the rows from a split to the next
   float softmax_scale;           // 5.4730064863875 / 8 (k_scale is applied on the device)
 };
 
-// out_norm_gate: joins the splits (or takes the tiled output), RMS-norms each head (eps 1e-5),
-// multiplies by sigmoid(gate).
+// out_norm_gate: joins the splits (or takes FlashAttention-3's output), RMS-norms each head (eps 1e-5),
+// multiplies by sigmoid(gate). The tiled attention does it itself.
 struct OutNormGateParams {
-  const float* acc;        // as AttentionParams::acc; null: `tiled_out` is read instead
+  const float* acc;        // as AttentionParams::acc; null: `joined` is read instead
   const float* lse;
-  const float* tiled_out;  // FP32 [T][1024]
+  const void* joined;      // BF16 [T][1024]
   const float* gate;       // FP32 [T][1024]
   const float* v_scale;    // [1]
   void* out;               // BF16 [T][1024]
@@ -107,7 +111,7 @@ struct OutNormGateParams {
 
 // attn_boundary: stream_after_attn = alpha * stream + beta * rms(branch, 1e-8);
 // ffn_input = rms(stream_after_attn, 1e-5) * (1 + pre_ffn_norm), as three BF16 planes whose sum is
-// the FP32 value (the first plane alone is the BF16 rounding that the pooler reads).
+// the FP32 value (the first plane alone is the BF16 rounding that the pooler reads), or the first plane alone.
 struct AttnBoundaryParams {
   const float* stream;         // FP32 [T][8192]
   const void* branch;          // BF16 [T][8192] (attn_out)
@@ -115,18 +119,31 @@ struct AttnBoundaryParams {
   const float* beta;           // FP32 [8192]
   const float* norm_weight;    // FP32 [8192], 1 + w
   float* stream_out;           // FP32 [T][8192]
-  void* ffn_input;             // BF16 [T][3][8192]
+  void* ffn_input;             // BF16 [T][planes][8192]
+  float* factor;               // FP32 [T]: the second norm's factor, for router_tiled; may be null
   int32_t tokens;
+  int32_t planes;              // 3, or 1
 };
 
 // router: partial logits h @ router^T from the FP32 rows, K split over CTAs (T <= 64): by FP32 FMA for the fewest
-// tokens, else by tensor cores over BF16 planes made on the way. The tiled form is DenseParams with planes = 3.
+// tokens, else by tensor cores over BF16 planes made on the way. More tokens: router_tiled.
 struct RouterParams {
   const float* weight;       // FP32 [256][8192]
   const void* ffn_input;     // BF16 [T][3][8192]
   float* logits;             // FP32 [splits][T][256]
   int32_t tokens;
   int32_t splits;            // 16 or 32
+};
+
+// router_tiled: partial logits of many tokens from the residual stream (moe/router_tiled.cuh); the norm's weight is in
+// the packed weights, its factor comes from attn_boundary.
+struct RouterTiledParams {
+  const void* weight;        // moe/router_layout.h
+  const float* stream;       // FP32 [T][8192]
+  const float* factor;       // FP32 [T]
+  float* logits;             // FP32 [splits][T][256]
+  int32_t tokens;
+  int32_t splits;            // 1 .. 128
 };
 
 // router_topk: adds the splits, scores = sigmoid(logit * 0.17677...), top 8 of scores + bias (lowest id
@@ -142,7 +159,7 @@ struct RouterTopkParams {
   int32_t* expert_offsets;     // [33] first sorted route of each local expert; [32] = R
   int32_t* route_token;        // [8 T] token of each sorted route
   int32_t* token_route;        // [T][8] sorted route of each (token, slot), or -1 where not local
-  int32_t* block_counts;       // scratch [ceil(T / 256)][32] for large T
+  uint32_t* token_masks;       // scratch [ceil(T / 32)][32]: which of 32 tokens chose a local expert
   uint32_t* counters;          // control block: zero before and after every call; 16 words
   const int32_t* num_tokens_non_padded;  // [1] or null: tokens at or past it take no local route
   int32_t tokens;
@@ -239,9 +256,10 @@ struct PackDenseParams {
   int32_t k;
 };
 
-// pack_router: FP32 [256][8192] -> three BF16 planes in 64 x 64 tiles, k = 3 * 8192.
+// pack_router: the router's weights times pre_ffn_norm's 1 + w -> two FP16 planes and scales (moe/router_layout.h).
 struct PackRouterParams {
-  const float* src;
+  const float* src;          // FP32 [256][8192]
+  const float* norm_weight;  // FP32 [8192], 1 + w
   void* dst;
 };
 

@@ -2,9 +2,9 @@
 //
 // A token names an expert at most once, so the set of a local expert's tokens is a bit mask, and a route's
 // place is the expert's offset plus the tokens before its own in the mask: nothing depends on the order in
-// which threads or CTAs come. Up to kListTokens tokens the last CTA of router_topk builds everything (its
-// masks fill 4 KB); beyond that two more launches, with a CTA of 256 threads to 256 tokens: the first counts
-// each block's routes per expert, the second adds the counts of the blocks before its own and fills the lists.
+// which threads or CTAs come. For many tokens router_topk writes the masks, a word of 32 tokens for each local expert;
+// for few they are made from the ids. Up to kListTokens tokens its last CTA builds everything (the masks fill 4 KB);
+// beyond that one more launch, with a CTA to 256 tokens, each of which counts what the words before its own hold.
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"
@@ -45,6 +45,11 @@ struct ListMasks {
 #pragma unroll
     for (int s = 0; s < kTopK; s++)
       if (local[s] >= 0) atomicOr(&mask[token / 32][local[s]], 1u << (token % 32));
+  }
+  // `words` words of the step's, from word `first` on.
+  __device__ __forceinline__ void load(const RouterTopkParams& p, int first, int words) {
+    for (int i = threadIdx.x; i < words * kLocalExperts; i += kListThreads)
+      (&mask[0][0])[i] = __ldcg(p.token_masks + first * kLocalExperts + i);
   }
   // The first warp, one expert a lane: this expert's routes.
   __device__ __forceinline__ int count(int words) const {
@@ -90,16 +95,20 @@ __device__ __forceinline__ void write_routes(const RouterTopkParams& p, const Li
 }
 
 // One CTA of kListThreads threads, up to kListTokens tokens.
+template <bool kMasks>
 __device__ __forceinline__ void build_expert_lists(const RouterTopkParams& p, ListMasks<kListTokens / 32>& masks) {
-  const int local_start = __ldcg(p.local_start);
-  const int limit = list_limit(p);
   const int words = (p.tokens + 31) / 32;
-  masks.clear();
-  __syncthreads();
   int local[kTopK];
-  for (int token = threadIdx.x; token < p.tokens; token += kListThreads) {
-    local_experts(p, token, local_start, limit, local);
-    masks.add(token, local);
+  const int local_start = __ldcg(p.local_start), limit = list_limit(p);
+  if constexpr (kMasks) {
+    masks.load(p, 0, words);
+  } else {
+    masks.clear();
+    __syncthreads();
+    for (int token = threadIdx.x; token < p.tokens; token += kListThreads) {
+      local_experts(p, token, local_start, limit, local);
+      masks.add(token, local);
+    }
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -111,56 +120,48 @@ __device__ __forceinline__ void build_expert_lists(const RouterTopkParams& p, Li
   }
   __syncthreads();
   for (int token = threadIdx.x; token < p.tokens; token += kListThreads) {
-    if (p.tokens > kListThreads) local_experts(p, token, local_start, limit, local);
+    if (kMasks || p.tokens > kListThreads) local_experts(p, token, local_start, limit, local);
     write_routes(p, masks, token, token, local);
   }
 }
 
-// Many tokens, first launch: block_counts[b][e].
-__global__ void __launch_bounds__(kListThreads) expert_lists_count_kernel(const RouterTopkParams p) {
-  __shared__ ListMasks<kListThreads / 32> masks;
+// Many tokens: offsets and lists from the masks.
+__global__ void __launch_bounds__(kListThreads) expert_lists_kernel(const RouterTopkParams p) {
+  constexpr int kWords = kListThreads / 32, kGroups = kListThreads / kLocalExperts;
+  __shared__ ListMasks<kWords> masks;
+  __shared__ int total_of[kGroups][kLocalExperts], earlier_of[kGroups][kLocalExperts];
   pdl_launch();
-  masks.clear();
-  __syncthreads();
   pdl_wait();
   const int token = blockIdx.x * kListThreads + threadIdx.x;
-  if (token < p.tokens) {
-    int local[kTopK];
-    local_experts(p, token, __ldcg(p.local_start), list_limit(p), local);
-    masks.add(threadIdx.x, local);
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) p.block_counts[blockIdx.x * kLocalExperts + threadIdx.x] = masks.count(kListThreads / 32);
-}
-
-// Second launch: offsets and lists.
-__global__ void __launch_bounds__(kListThreads) expert_lists_fill_kernel(const RouterTopkParams p) {
-  __shared__ ListMasks<kListThreads / 32> masks;
-  pdl_launch();
-  masks.clear();
-  __syncthreads();
-  pdl_wait();
-  const int token = blockIdx.x * kListThreads + threadIdx.x;
+  const int words = (p.tokens + 31) / 32, first = blockIdx.x * kWords;
+  masks.load(p, first, min(kWords, words - first));
   int local[kTopK];
-  if (token < p.tokens) {
-    local_experts(p, token, __ldcg(p.local_start), list_limit(p), local);
-    masks.add(threadIdx.x, local);
+  if (token < p.tokens) local_experts(p, token, __ldcg(p.local_start), list_limit(p), local);
+  // This expert's routes: of all words, of those before this CTA's.
+  const int expert = threadIdx.x % kLocalExperts, group = threadIdx.x / kLocalExperts;
+  int total = 0, earlier = 0;
+#pragma unroll 8
+  for (int w = group; w < words; w += kGroups) {
+    const int n = __popc(__ldcg(p.token_masks + w * kLocalExperts + expert));
+    total += n;
+    if (w < first) earlier += n;
   }
+  total_of[group][expert] = total;
+  earlier_of[group][expert] = earlier;
   __syncthreads();
   if (threadIdx.x < 32) {
-    int total = 0, earlier = 0;  // this expert's routes: of all blocks, of those before this one
-#pragma unroll 8
-    for (int b = 0; b < int(gridDim.x); b++) {
-      const int n = __ldcg(p.block_counts + b * kLocalExperts + threadIdx.x);
-      total += n;
-      if (b < int(blockIdx.x)) earlier += n;
+    total = earlier = 0;
+#pragma unroll
+    for (int g = 0; g < kGroups; g++) {
+      total += total_of[g][threadIdx.x];
+      earlier += earlier_of[g][threadIdx.x];
     }
     const int offset = warp_exclusive_scan(total);
     if (blockIdx.x == 0) {
       p.expert_offsets[threadIdx.x] = offset;
       if (threadIdx.x == 31) p.expert_offsets[kLocalExperts] = offset + total;
     }
-    masks.set_before(kListThreads / 32, offset + earlier);
+    masks.set_before(min(kWords, words - first), offset + earlier);
   }
   __syncthreads();
   if (token < p.tokens) write_routes(p, masks, token, threadIdx.x, local);

@@ -1,12 +1,16 @@
 // Launchers of the routing and of the expert block's small kernels: which variant for how many tokens.
 #include <algorithm>
 
+#include "../gemm/tensor_map.h"
 #include "../include/ops.h"
 #include "combine.cuh"
 #include "combine_stream.cuh"
+#include "pack_router.cuh"
 #include "pre_expert_norm.cuh"
+#include "pre_expert_norm_stream.cuh"
 #include "router.cuh"
 #include "router_mma.cuh"
+#include "router_tiled.cuh"
 #include "router_topk.cuh"
 
 namespace msl {
@@ -15,7 +19,7 @@ namespace {
 // are many. Thresholds measured on an H200 in a chain of dependent launches.
 constexpr int kPreNorm8Tokens = 8, kPreNorm4Tokens = 32, kPreNorm2Tokens = 128;
 constexpr int kCombine4Tokens = 32, kCombine2Tokens = 128;
-constexpr int kCombineStreamTokens = 2048;  // BF16 rows
+constexpr int kStreamTokens = 2048;  // combine of BF16 rows, pre_expert_norm of one split
 constexpr int kCtasPerSm = 3;               // of 512 threads, many tokens
 
 template <int kCtas>
@@ -54,6 +58,19 @@ int router(const RouterParams& p, const Launch& l) {
   }
 }
 
+int router_tiled(const RouterTiledParams& p, const Launch& l) {
+  if (p.tokens == 0) return 0;
+  if (p.splits < 1 || p.splits > kRouterTilesK) return static_cast<int>(cudaErrorInvalidValue);
+  const int tiles = (p.tokens + kRouterTileTokens - 1) / kRouterTileTokens;
+  CUtensorMap tokens;
+  if (int e = f32_rows_map(&tokens, p.stream, kHidden, p.tokens, kHidden, kRouterTileTokens / 2)) return e;
+  return launch(router_tiled_kernel, dim3(2 * tiles * p.splits), dim3(kRouterTileThreads), kRouterTiledBytes, l, p, tokens);
+}
+
+int pack_router(const PackRouterParams& p, const Launch& l) {
+  return launch(pack_router_kernel, dim3(kExperts), dim3(kPackRouterThreads), 0, l, p);
+}
+
 int router_topk(const RouterTopkParams& p, const Launch& l) {
   if (p.tokens == 0) return 0;
   if (p.tokens == 1) return launch(router_topk_cluster_kernel<1, 1>, dim3(1), dim3(kTopkThreads), 0, l, p);
@@ -61,24 +78,26 @@ int router_topk(const RouterTopkParams& p, const Launch& l) {
     return launch(router_topk_cluster_kernel<kTopkCtas, 1>, dim3(kTopkCtas), dim3(kTopkThreads), 0, l, p);
   if (p.tokens <= 2 * kTopkCtas)
     return launch(router_topk_cluster_kernel<kTopkCtas, 2>, dim3(kTopkCtas), dim3(2 * kTopkThreads), 0, l, p);
-  if (int e = launch(router_topk_kernel, dim3(p.tokens), dim3(kListThreads), 0, l, p)) return e;
+  if (p.tokens <= kTopkCtaTokens) return launch(router_topk_kernel, dim3(p.tokens), dim3(kTopkThreads), 0, l, p);
+  // Whole words of the masks: the CTAs behind the last token write zeros.
+  if (int e = launch(router_topk_warps_kernel, dim3((p.tokens + 31) / 32 * 4), dim3(kListThreads), 0, l, p)) return e;
   if (p.tokens <= kListTokens) return 0;
-  const dim3 blocks((p.tokens + kListThreads - 1) / kListThreads);
-  if (int e = launch(expert_lists_count_kernel, blocks, dim3(kListThreads), 0, l, p)) return e;
-  return launch(expert_lists_fill_kernel, blocks, dim3(kListThreads), 0, l, p);
+  return launch(expert_lists_kernel, dim3((p.tokens + kListThreads - 1) / kListThreads), dim3(kListThreads), 0, l, p);
 }
 
 int pre_expert_norm(const PreExpertNormParams& p, const Launch& l) {
   if (p.tokens <= kPreNorm8Tokens) return pre_expert_norm_with<8>(p, l);
   if (p.tokens <= kPreNorm4Tokens) return pre_expert_norm_with<4>(p, l);
   if (p.tokens <= kPreNorm2Tokens) return pre_expert_norm_with<2>(p, l);
-  return pre_expert_norm_with<1>(p, l);
+  if (p.tokens < kStreamTokens || p.splits > 1) return pre_expert_norm_with<1>(p, l);
+  return launch(pre_expert_norm_stream_kernel, dim3(std::min(p.tokens, kPreNormStreamCtas * l.sm_count)),
+                dim3(kPreNormStreamThreads), kPreNormSharedBytes, l, p);
 }
 
 int combine(const CombineParams& p, const Launch& l) {
   if (p.tokens <= kCombine4Tokens) return combine_with<4, 4>(p, l);
   if (p.tokens <= kCombine2Tokens) return combine_with<2, 4>(p, l);
-  if (p.tokens < kCombineStreamTokens || p.y_f32) return combine_with<1, 2>(p, l);
+  if (p.tokens < kStreamTokens || p.y_f32) return combine_with<1, 2>(p, l);
   return launch(combine_stream_kernel, dim3(std::min(p.tokens, kCombineStreamCtas * l.sm_count)), dim3(kCombineStreamThreads),
                 kCombineSharedBytes, l, p);
 }
@@ -90,12 +109,15 @@ int prepare_moe() {
   if (int e = prepare_kernel(router_topk_cluster_kernel<1, 1>, 0)) return e;
   if (int e = prepare_kernel(router_topk_cluster_kernel<kTopkCtas, 1>, 0)) return e;
   if (int e = prepare_kernel(router_topk_cluster_kernel<kTopkCtas, 2>, 0)) return e;
-  if (int e = prepare_kernel(expert_lists_count_kernel, 0)) return e;
-  if (int e = prepare_kernel(expert_lists_fill_kernel, 0)) return e;
+  if (int e = prepare_kernel(router_topk_warps_kernel, 0)) return e;
+  if (int e = prepare_kernel(expert_lists_kernel, 0)) return e;
+  if (int e = prepare_kernel(router_tiled_kernel, kRouterTiledBytes)) return e;
+  if (int e = prepare_kernel(pack_router_kernel, 0)) return e;
   if (int e = prepare_kernel(pre_expert_norm_kernel<8>, 0)) return e;
   if (int e = prepare_kernel(pre_expert_norm_kernel<4>, 0)) return e;
   if (int e = prepare_kernel(pre_expert_norm_kernel<2>, 0)) return e;
   if (int e = prepare_kernel(pre_expert_norm_kernel<1>, 0)) return e;
+  if (int e = prepare_kernel(pre_expert_norm_stream_kernel, kPreNormSharedBytes)) return e;
   if (int e = prepare_kernel(combine_kernel<4, 4, true>, 0)) return e;
   if (int e = prepare_kernel(combine_kernel<4, 4, false>, 0)) return e;
   if (int e = prepare_kernel(combine_kernel<2, 4, true>, 0)) return e;

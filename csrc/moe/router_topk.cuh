@@ -1,20 +1,21 @@
 // router_topk: the 8 experts of each token and their weights, then the expert lists.
 //
-// 256 threads own a token, a thread one expert: it adds the router's splits in order (all loads under way at
+// Up to kTopkCtaTokens tokens 256 threads own one, a thread one expert: it adds the router's splits in order (all loads under way at
 // once), takes the sigmoid and the biased score. Exact top 8 by few steps: the least of the eight warps' maxima
 // bounds the eighth best from below, what reaches it (about 20 of 256) is compacted, and each of these counts
 // the better ones: its rank is its slot. Keys hold the score's order and, below it, the id, so that ties go to
 // the lowest id, ranks are distinct and the order of compaction does not matter. A NaN score ranks below
-// everything: whatever the activations, the ids are 8 distinct ones in range.
+// everything: whatever the activations, the ids are 8 distinct ones in range. Beyond, where throughput counts, a warp
+// owns a token, a lane eight experts, and the best is taken eight times.
 //
 // Who builds the lists (expert_lists.cuh):
 //   up to 16 tokens      one cluster of 8 CTAs has all tokens, one or two a CTA. The CTAs exchange one word a
 //                        token, its set of local experts, and each places its own tokens' routes: the pooler,
 //                        the experts and so the whole step wait for this kernel, and a ticket through device
 //                        memory costs 1.4 us more. (One token: one CTA, no exchange.)
-//   up to kListTokens    a CTA a token; the one that finishes last builds everything. Its ticket is in the
-//                        control block; it sets it back to zero.
-//   beyond               a CTA a token, and two more launches.
+//   up to kListTokens    the CTA that finishes last builds everything. Its ticket is in the control block; it sets it
+//                        back to zero.
+//   beyond               one more launch.
 #pragma once
 #include "expert_lists.cuh"
 
@@ -22,6 +23,7 @@ namespace msl {
 
 constexpr int kTopkThreads = kExperts;  // of a token
 constexpr int kTopkCtas = 8;            // of the cluster
+constexpr int kTopkCtaTokens = 512;
 
 // Unsigned order of the scores; 0 for NaN.
 __device__ __forceinline__ uint32_t score_order(float v) {
@@ -120,7 +122,7 @@ __device__ __forceinline__ uint32_t take_ticket(uint32_t* counter) {
   return ticket;
 }
 
-// A CTA a token; up to kListTokens tokens the last one builds the lists.
+// A CTA a token; the last one builds the lists.
 __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterTopkParams p) {
   __shared__ __align__(16) TopkShared top;
   __shared__ ListMasks<kListTokens / 32> masks;
@@ -130,7 +132,6 @@ __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterT
   topk_begin(top, threadIdx.x);
   pdl_wait();
   topk_of_token(p, top, 1, threadIdx.x, bias, blockIdx.x);
-  if (p.tokens > kListTokens) return;
   if (threadIdx.x < 32) {
     __syncwarp();
     if (threadIdx.x == 0) {
@@ -139,7 +140,111 @@ __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterT
     }
   }
   __syncthreads();
-  if (last) build_expert_lists(p, masks);
+  if (last) build_expert_lists<false>(p, masks);
+}
+
+struct ListShared {
+  ListMasks<kListTokens / 32> masks;
+  uint32_t bits[kLocalExperts];  // of this CTA's tokens: a byte of the step's masks
+  bool last;
+};
+
+// A warp a token, eight tokens a CTA.
+constexpr int kTopkWarps = kListThreads / 32;
+static_assert(kTopkWarps == 8, "a byte of a mask");
+
+__global__ void __launch_bounds__(kListThreads) router_topk_warps_kernel(const RouterTopkParams p) {
+  __shared__ ListShared lists;
+  pdl_launch();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int token = blockIdx.x * kTopkWarps + warp;
+  if (threadIdx.x < kLocalExperts) lists.bits[threadIdx.x] = 0;
+  // Experts 4 lane .. 4 lane + 3 and 128 more of each: in ascending order.
+  const auto expert = [&](int j) { return (j & 4) * 32 + 4 * lane + (j & 3); };
+  float bias[8], logit[8];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float4 v = *reinterpret_cast<const float4*>(p.bias + expert(4 * h));
+    bias[4 * h] = v.x, bias[4 * h + 1] = v.y, bias[4 * h + 2] = v.z, bias[4 * h + 3] = v.w;
+  }
+  __syncthreads();
+  pdl_wait();
+  if (token < p.tokens) {
+    const float* logits = p.logits + int64_t(token) * kExperts;
+    const int64_t stride = int64_t(p.tokens) * kExperts;
+#pragma unroll
+    for (int j = 0; j < 8; j++) logit[j] = 0.0f;
+    for (int s = 0; s < p.splits; s += 8) {  // eight splits' loads under way, added in order
+      float4 part[8][2];
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (s + i < p.splits) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) part[i][h] = __ldcg(reinterpret_cast<const float4*>(logits + (s + i) * stride + expert(4 * h)));
+        }
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (s + i < p.splits) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            logit[4 * h] += part[i][h].x, logit[4 * h + 1] += part[i][h].y;
+            logit[4 * h + 2] += part[i][h].z, logit[4 * h + 3] += part[i][h].w;
+          }
+        }
+    }
+    uint32_t order[8];
+    float score[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      if (p.router_logits != nullptr) p.router_logits[int64_t(token) * kExperts + expert(j)] = logit[j];
+      score[j] = 1.0f / (1.0f + expf(-logit[j] * kRouterMultiplier));
+      order[j] = score_order(score[j] + bias[j]);
+    }
+    uint32_t taken = 0;
+    int id = 0;
+    float chosen = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < kTopK; slot++) {
+      // Of this lane, of the warp; the lowest id among equals.
+      uint32_t best = 0;
+      int at = -1;
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (!(taken >> j & 1) && (at < 0 || order[j] > best)) best = order[j], at = j;
+      const uint32_t top = __reduce_max_sync(0xFFFFFFFFu, best);
+      const uint32_t winner = __reduce_min_sync(0xFFFFFFFFu, at >= 0 && best == top ? expert(at) : kExperts);
+      const int j = winner / 128 * 4 + winner % 4, owner = winner % 128 / 4;
+      float its = score[0];
+#pragma unroll
+      for (int i = 1; i < 8; i++)
+        if (i == j) its = score[i];
+      its = __shfl_sync(0xFFFFFFFFu, its, owner);
+      if (lane == owner) taken |= 1u << j;
+      if (lane == slot) id = winner, chosen = its;
+      total += its;
+    }
+    if (lane < kTopK) {
+      p.topk_ids[int64_t(token) * kTopK + lane] = id;
+      p.topk_scores[int64_t(token) * kTopK + lane] = chosen / (total + kRouteEps);
+      const uint32_t local = (uint32_t(id) - uint32_t(__ldcg(p.local_start))) % kExperts;
+      if (local < kLocalExperts && token < list_limit(p)) atomicOr(&lists.bits[local], 1u << warp);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kLocalExperts) {
+    uint8_t* words = reinterpret_cast<uint8_t*>(p.token_masks + blockIdx.x / 4 * kLocalExperts + threadIdx.x);
+    words[blockIdx.x % 4] = uint8_t(lists.bits[threadIdx.x]);
+    if (p.tokens <= kListTokens) {
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        lists.last = take_ticket(p.counters) == gridDim.x - 1;
+        if (lists.last) *p.counters = 0;
+      }
+    }
+  }
+  if (p.tokens > kListTokens) return;
+  __syncthreads();
+  if (lists.last) build_expert_lists<true>(p, lists.masks);
 }
 
 // All tokens in one cluster of kCtas CTAs, kGroups in each.

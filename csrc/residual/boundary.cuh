@@ -42,10 +42,12 @@ __device__ __forceinline__ float4 floats(uint2 v) {
                      __uint_as_float(v.y & 0xFFFF0000u));
 }
 
-// Four columns of h as three planes: hi = bf16(h), mid = bf16(h - hi), lo = bf16(h - hi - mid).
-__device__ __forceinline__ void store_planes(__nv_bfloat16* row, int column, float4 h) {
+// Four columns of h as planes: hi = bf16(h), mid = bf16(h - hi), lo = bf16(h - hi - mid); or hi alone.
+__device__ __forceinline__ void store_planes(void* base, int64_t token, int planes, int column, float4 h) {
+  __nv_bfloat16* row = static_cast<__nv_bfloat16*>(base) + token * planes * kHidden;
 #pragma unroll
   for (int plane = 0; plane < 3; plane++) {
+    if (plane == planes) break;
     const uint2 packed = bf16x4(h);
     *reinterpret_cast<uint2*>(row + plane * kHidden + column) = packed;
     const float4 f = floats(packed);
@@ -105,7 +107,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
     beta[i] = *reinterpret_cast<const float4*>(p.beta + Shape::column(i));
     norm[i] = *reinterpret_cast<const float4*>(p.norm_weight + Shape::column(i));
   }
-  const int64_t row = int64_t(blockIdx.x / kCtas) * kHidden;
+  const int64_t token = blockIdx.x / kCtas, row = token * kHidden;
   cluster.ready();
   pdl_wait();
 
@@ -124,8 +126,9 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kChunks; i++) {
     *reinterpret_cast<float4*>(p.stream_out + row + Shape::column(i)) = out[i];
-    store_planes(static_cast<__nv_bfloat16*>(p.ffn_input) + 3 * row, Shape::column(i), scaled(out[i], q) * norm[i]);
+    store_planes(p.ffn_input, token, p.planes, Shape::column(i), scaled(out[i], q) * norm[i]);
   }
+  if (p.factor != nullptr && threadIdx.x == 0 && blockIdx.x % kCtas == 0) p.factor[token] = q;
 }
 
 template <int kCtas, int kThreads>
@@ -144,8 +147,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
     post[i] = *reinterpret_cast<const float4*>(p.post_norm_weight + Shape::column(i));
     if (p.next_norm_weight != nullptr) next[i] = *reinterpret_cast<const float4*>(p.next_norm_weight + Shape::column(i));
   }
-  const int64_t token = blockIdx.x / kCtas;
-  const int64_t row = token * kHidden;
+  const int64_t token = blockIdx.x / kCtas, row = token * kHidden;
   cluster.ready();
   pdl_wait();
 

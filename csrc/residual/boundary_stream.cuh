@@ -106,8 +106,11 @@ __global__ void __launch_bounds__(kStreamThreads, 1) boundary_stream_kernel(cons
         if (next_weight != nullptr)
           *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.hidden) + row + i * (kHidden / 2) + 4 * t) = bf16x4(h);
       } else {
-        store_planes(static_cast<__nv_bfloat16*>(p.ffn_input) + 3 * row, i * (kHidden / 2) + 4 * t, h);
+        store_planes(p.ffn_input, token, p.planes, i * (kHidden / 2) + 4 * t, h);
       }
+    }
+    if constexpr (!kFfn) {
+      if (p.factor != nullptr && t == 0) p.factor[token] = q;
     }
     if (++stage == kStreamStages) {
       stage = 0;

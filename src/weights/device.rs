@@ -45,8 +45,8 @@ pub(crate) struct DeviceWeights {
     pub o: Buffer,
     /// FP32 `[256, 8192]`, for the FP32 form.
     pub router: Buffer,
-    /// Three BF16 planes, packed, for the tiled form.
-    pub router_planes: Buffer,
+    /// Two FP16 halves with the norm's weight in them, packed, for the tiled form.
+    pub router_tiled: Buffer,
     /// FP32 `[256]`.
     pub router_bias: Buffer,
     /// Packed `[4096, 8192]`.
@@ -334,10 +334,16 @@ impl DeviceWeights {
         p.pack(&all)?;
         drop((all, global_scales));
 
-        let router_planes = device.allocate(3 * router.bytes() / 2)?;
-        let params = PackRouterParams { src: router.ptr() as *const f32, dst: router_planes.ptr() as *mut c_void };
+        // Two FP16 halves of each weight, and a scale for each expert.
+        let router_tiled = device.allocate(router.bytes() + 4 * m::EXPERTS as u64)?;
+        let pre_ffn_norm = p.norm("pre_ffn_norm")?;
+        let params = PackRouterParams {
+            src: router.ptr() as *const f32,
+            norm_weight: pre_ffn_norm.ptr() as *const f32,
+            dst: router_tiled.ptr() as *mut c_void,
+        };
         let launch = Launch { stream: std::ptr::null_mut(), sm_count: device.sm_count() as i32, dependent: 0 };
-        // SAFETY: FP32 [256][8192] to three BF16 planes of as many elements.
+        // SAFETY: FP32 [256][8192] and [8192] to two FP16 planes of as many elements and FP32 [256].
         unsafe { bridge::pack_router(&params, &launch)? };
         let (attn_alpha, attn_beta) = derived::residual_coefficients(config, &p.host("attn_residual_gate")?);
         let (ffn_alpha, ffn_beta) = derived::residual_coefficients(config, &p.host("ffn_residual_gate")?);
@@ -345,7 +351,7 @@ impl DeviceWeights {
             qkv_gate,
             o,
             router,
-            router_planes,
+            router_tiled,
             router_bias: p.upload(&p.host("router_bias")?)?,
             pooler,
             w13,
@@ -353,7 +359,7 @@ impl DeviceWeights {
             unpooler,
             attn_alpha: p.upload(&attn_alpha)?,
             attn_beta: p.upload(&attn_beta)?,
-            pre_ffn_norm: p.norm("pre_ffn_norm")?,
+            pre_ffn_norm,
             pre_expert_norm: p.norm("pre_expert_norm")?,
             post_expert_norm: p.norm("post_expert_norm")?,
             post_ffn_norm: p.norm("post_ffn_norm")?,
@@ -373,7 +379,7 @@ impl DeviceWeights {
             &self.qkv_gate,
             &self.o,
             &self.router,
-            &self.router_planes,
+            &self.router_tiled,
             &self.router_bias,
             &self.pooler,
             &self.w13.weight,

@@ -451,7 +451,7 @@ fn top_8_is_brute_force(
     let out = |words: usize| Banded::new(&gpu.device, 4 * words as u64);
     let (ids, scores, tap) = (out(tokens * 8), out(tokens * 8), out(tokens * 256));
     let (offsets, route_token, token_route) = (out(33), out(tokens * 8), out(tokens * 8));
-    let (counts, counters) = (out(tokens.div_ceil(256) * 32), put(&gpu, &[0; 256]));
+    let (counts, counters) = (out(tokens.div_ceil(32) * 32), put(&gpu, &[0; 256]));
     let params = RouterTopkParams {
         logits: parts.ptr() as *const f32,
         bias: biases.ptr() as *const f32,
@@ -462,7 +462,7 @@ fn top_8_is_brute_force(
         expert_offsets: offsets.ptr() as *mut i32,
         route_token: route_token.ptr() as *mut i32,
         token_route: token_route.ptr() as *mut i32,
-        block_counts: counts.ptr() as *mut i32,
+        token_masks: counts.ptr() as *mut u32,
         counters: counters.ptr() as *mut u32,
         num_tokens_non_padded: padded.ptr() as *const i32,
         tokens: tokens as i32,

@@ -43,6 +43,7 @@ mod ffi {
         type OutNormGateParams = crate::backend::cuda::params::OutNormGateParams;
         type AttnBoundaryParams = crate::backend::cuda::params::AttnBoundaryParams;
         type RouterParams = crate::backend::cuda::params::RouterParams;
+        type RouterTiledParams = crate::backend::cuda::params::RouterTiledParams;
         type RouterTopkParams = crate::backend::cuda::params::RouterTopkParams;
         type PreExpertNormParams = crate::backend::cuda::params::PreExpertNormParams;
         type ExpertGemmParams = crate::backend::cuda::params::ExpertGemmParams;
@@ -60,7 +61,6 @@ mod ffi {
         unsafe fn o(params: &DenseParams, launch: &Launch) -> Result<i32>;
         unsafe fn pooler(params: &DenseParams, launch: &Launch) -> Result<i32>;
         unsafe fn unpooler(params: &DenseParams, launch: &Launch) -> Result<i32>;
-        unsafe fn router_planes(params: &DenseParams, launch: &Launch) -> Result<i32>;
         unsafe fn qk_norm_rope_append(params: &QkNormRopeAppendParams, launch: &Launch) -> Result<i32>;
         unsafe fn attention(params: &AttentionParams, launch: &Launch) -> Result<i32>;
         unsafe fn append_attention(
@@ -73,6 +73,7 @@ mod ffi {
         unsafe fn out_norm_gate(params: &OutNormGateParams, launch: &Launch) -> Result<i32>;
         unsafe fn attn_boundary(params: &AttnBoundaryParams, launch: &Launch) -> Result<i32>;
         unsafe fn router(params: &RouterParams, launch: &Launch) -> Result<i32>;
+        unsafe fn router_tiled(params: &RouterTiledParams, launch: &Launch) -> Result<i32>;
         unsafe fn router_topk(params: &RouterTopkParams, launch: &Launch) -> Result<i32>;
         unsafe fn pre_expert_norm(params: &PreExpertNormParams, launch: &Launch) -> Result<i32>;
         unsafe fn w13(params: &ExpertGemmParams, launch: &Launch) -> Result<i32>;
@@ -142,7 +143,6 @@ operations! {
     o(DenseParams),
     pooler(DenseParams),
     unpooler(DenseParams),
-    router_planes(DenseParams),
     qk_norm_rope_append(QkNormRopeAppendParams),
     attention(AttentionParams),
     fa3_schedule(Fa3AttentionParams),
@@ -150,6 +150,7 @@ operations! {
     out_norm_gate(OutNormGateParams),
     attn_boundary(AttnBoundaryParams),
     router(RouterParams),
+    router_tiled(RouterTiledParams),
     router_topk(RouterTopkParams),
     pre_expert_norm(PreExpertNormParams),
     w13(ExpertGemmParams),

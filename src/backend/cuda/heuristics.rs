@@ -15,7 +15,7 @@ use crate::workspace::{CARRY_FLAGS, CONTROL_WORDS};
 /// Up to this many tokens the dense projections take the skinny kernel (weights on M, tokens on N): at 128 it
 /// runs a chain of the four in 63 us, the tiled kernel in 75.
 pub const SKINNY_TOKENS: u32 = 128;
-/// Up to this many tokens the router runs over its FP32 rows; above, as a tiled product of BF16 planes.
+/// Up to this many tokens the router runs over its FP32 rows; above, as a tiled product.
 pub const ROUTER_ROWS_TOKENS: u32 = 64;
 /// Query lengths above this take the tiled attention kernel.
 pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
@@ -33,10 +33,10 @@ pub const SINGLE_PASS_TOKENS: u32 = 8704;
 /// K splits of the router over FP32 rows (its kernel knows 16 and 32): router and top 8 together take
 /// 4.9 us at one token with 16, 5.5 with 32, and the same at 64 tokens.
 pub const ROUTER_ROWS_SPLITS: u32 = 16;
-/// K splits of the router's planes, at least 16: tensor cores truncate as they accumulate, so a sum over 1024 of K
-/// or more loses what FP32 would keep (3e-5 of the logits' RMS with 2 splits, 6e-5 with 1, under 1e-5 with 16).
-/// Writing and reading 16 splits costs 1% of a step of 8192 tokens.
-pub const ROUTER_PLANES_SPLITS: [u32; 5] = [16, 20, 24, 28, 32];
+/// The most K splits of the router's tiled form: four k tiles of 64 each.
+pub const ROUTER_TILED_SPLITS: u32 = 32;
+/// Tokens of a tile of the tiled router.
+const ROUTER_TILE_TOKENS: u32 = 128;
 /// The most KV splits a request is cut into: more bring nothing, at 8k or at 128k keys.
 pub const MAX_KV_SPLITS: u32 = 128;
 /// Keys a KV split should at least hold: below, the join costs more than the split saves.
@@ -47,8 +47,6 @@ const SHORT_PARTIAL_BYTES: u64 = 256 << 20;
 const VERIFY_TOKENS: u32 = 8;
 /// K splits that `qkv_gate` and the pooler may take above 128 tokens: their FP32 partials are written and read again.
 const SPLITS: [u32; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
-/// Products of the router's planes for each k tile.
-const PLANE_PRODUCTS: u32 = 6;
 /// Keys, and query tokens, of a tile of the tiled attention kernel.
 const KEY_TILE: u64 = 128;
 const QUERY_TILE: u64 = 24;
@@ -142,15 +140,13 @@ fn unpooler(tokens: u32, rank: u32, sm_count: u32) -> DensePlan {
     skinny(tokens, m::HIDDEN, m::EXPERT_DIM, skinny_splits(m::HIDDEN, sm_count), true)
 }
 
-/// Planes: 256 rows are one or two tiles, so K is split until token tiles times splits fill the SMs, and never
-/// into fewer than keep the logits' error under 1e-5 of their RMS.
+/// Tiled: two CTAs, of half the experts each, a tile of tokens and split. K is split until they fill the SMs once.
 fn router(tokens: u32, sm_count: u32) -> RouterPlan {
     if tokens <= ROUTER_ROWS_TOKENS {
-        return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS, tile_n: 0, tile_rows: 0 };
+        return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS };
     }
-    let planes = Projection { rows: m::EXPERTS, steps: m::HIDDEN / 64 * PLANE_PRODUCTS, out_f32: true };
-    let tile = tiles::choose(&planes, tokens, &ROUTER_PLANES_SPLITS, sm_count);
-    RouterPlan { form: RouterForm::Planes, splits: tile.splits, tile_n: tile.tokens, tile_rows: tile.rows }
+    let splits = (sm_count / 2 / tokens.div_ceil(ROUTER_TILE_TOKENS)).clamp(1, ROUTER_TILED_SPLITS);
+    RouterPlan { form: RouterForm::Tiled, splits }
 }
 
 /// The key less its short requests.
@@ -221,21 +217,27 @@ fn tiled_scratch(key: &PlanKey, keys: u64, window: u32) -> u64 {
     let images = requests * (tiles + 1) * (KEY_TILE * 4 * m::KV_SIZE as u64 + 32);
     let seen = if window > 0 { (window as u64).div_ceil(KEY_TILE) + 1 } else { tiles }.min(tiles);
     let query_tiles = (tokens / QUERY_TILE + requests).min(tokens);
-    let splits = tiled_splits(query_tiles * m::KV_HEADS as u64, seen, tokens);
-    let partials = if splits > 1 { tokens * m::Q_HEADS as u64 * splits * (m::HEAD_DIM as u64 + 2) * 4 } else { 0 };
-    (images + partials + 1024).next_multiple_of(256)
+    let (whole, splits) = tiled_splits(query_tiles, seen);
+    let rows = if splits > 1 { (query_tiles - whole) * QUERY_TILE * m::Q_HEADS as u64 * splits } else { 0 };
+    (images + rows * (m::HEAD_DIM as u64 + 2) * 4 + 1024).next_multiple_of(256)
 }
 
-/// Key splits of the tiled attention kernel: its own choice (`choose_splits` there), by the same arithmetic.
-fn tiled_splits(items: u64, key_tiles: u64, tokens: u64) -> u64 {
+/// Query tiles of the tiled attention kernel whose keys are not split, and the splits of the others': its own choice
+/// (`choose_splits` there), by the same arithmetic.
+fn tiled_splits(query_tiles: u64, key_tiles: u64) -> (u64, u64) {
     const SMS: u64 = 132;
-    let (mut best, mut best_cost) = (1, 1e30);
-    for s in (1..=16).take_while(|&s| s == 1 || key_tiles >= 2 * s) {
-        let waves = (items * s).div_ceil(SMS) as f64;
-        let join = if s > 1 { 2.0 + tokens as f64 * s as f64 * 0.0018 } else { 0.0 };
-        let cost = waves * (key_tiles as f64 / s as f64 + 3.0) + join;
-        if cost < best_cost * 0.97 {
-            (best, best_cost) = (s, cost);
+    let items = query_tiles * m::KV_HEADS as u64;
+    let (mut best, mut best_cost) = ((0, 1), 1e30);
+    for waves in [0, items / SMS] {
+        let rest = items - waves * SMS;
+        for s in (if waves > 0 { 2 } else { 1 }..=16).take_while(|&s| s == 1 || key_tiles >= 2 * s) {
+            let join = 2.0 + (rest * QUERY_TILE / m::KV_HEADS as u64) as f64 * s as f64 * 0.0018;
+            let cost = waves as f64 * (key_tiles as f64 + 3.0)
+                + (rest * s).div_ceil(SMS) as f64 * (key_tiles as f64 / s as f64 + 3.0)
+                + if s > 1 { join } else { 0.0 };
+            if rest > 0 && cost < best_cost * 0.97 {
+                (best, best_cost) = ((waves * SMS / m::KV_HEADS as u64, s), cost);
+            }
         }
     }
     best
@@ -298,7 +300,7 @@ mod tests {
             assert_eq!((l.o.splits, l.o.out_f32), (1, false), "attn_out is a BF16 segment border");
             match l.router.form {
                 RouterForm::Rows => assert!(tokens <= 64 && [16, 32].contains(&l.router.splits)),
-                RouterForm::Planes => assert!(tokens > 64 && ROUTER_PLANES_SPLITS.contains(&l.router.splits)),
+                RouterForm::Tiled => assert!(tokens > 64 && (1..=32).contains(&l.router.splits)),
             }
         }
     }
@@ -316,9 +318,9 @@ mod tests {
         assert_eq!(splits(200), [7, 1, 4, 1, 32]);
         assert_eq!(splits(256), [3, 1, 2, 1, 32]);
         assert_eq!(splits(512), [4, 1, 2, 1, 16]);
-        assert_eq!(splits(576), [2, 1, 2, 1, 16]);
-        assert_eq!(splits(2048), [1, 1, 1, 1, 16]);
-        assert_eq!(splits(8192), [1, 1, 1, 1, 16]);
+        assert_eq!(splits(576), [2, 1, 2, 1, 13]);
+        assert_eq!(splits(2048), [1, 1, 1, 1, 4]);
+        assert_eq!(splits(8192), [1, 1, 1, 1, 1]);
         let kv = |key: PlanKey| choose(&key, WeightKind::Nvfp4, SMS).attention.splits;
         assert_eq!([1, 16, 64, 256].map(|b| kv(PlanKey::decode(b, 8192))), [128, 16, 4, 1]);
         assert_eq!([1, 4, 16, 32].map(|b| kv(PlanKey::block(b, 8, 8192))), [128, 33, 8, 4]);

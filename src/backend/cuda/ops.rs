@@ -43,8 +43,6 @@ struct AttentionPart<'a> {
 
 /// The model's query factor (5.4730064863875 rounded to FP32) times the head's scale.
 const SOFTMAX_SCALE: f32 = 5.473_006_2 / 8.0;
-/// Elements from a token's planes of `ffn_input` to the next token's.
-const PLANES_STRIDE: i32 = 3 * m::HIDDEN as i32;
 
 impl Step<'_> {
     /// Tells a caller who measures. In a debugging plan, names the operation (the last name is the one that
@@ -110,7 +108,7 @@ impl Step<'_> {
             k_cache: a.k_cache as *mut _,
             v_cache: a.v_cache as *mut _,
             q: s.q as *mut _,
-            gate: s.gate as *mut f32,
+            gate: if self.plan.gate_apart() { s.gate as *mut f32 } else { std::ptr::null_mut() },
             cache_rows: a.pages * key.page_size as i64,
             tokens: self.tokens(),
             splits: self.plan.launches.qkv_gate.splits as i32,
@@ -163,7 +161,9 @@ impl Step<'_> {
             v_scale: a.v_scale as *const f32,
             acc: s.acc as *mut f32,
             lse: s.lse as *mut f32,
-            out: s.tiled_out as *mut f32,
+            gate: (s.qkv + 4 * u64::from(m::Q_SIZE + 2 * m::KV_SIZE)) as *const f32,
+            out: s.gated as *mut _,
+            attn_core: a.attn_core as *mut f32,
             kv_scratch: s.kv_scratch as *mut _,
             kv_scratch_bytes: l.kv_scratch_bytes as i64,
             pages: a.pages,
@@ -177,6 +177,8 @@ impl Step<'_> {
             window: l.window as i32,
             splits: l.splits as i32,
             tiled: l.tiled as i32,
+            gate_splits: self.plan.launches.qkv_gate.splits as i32,
+            gate_tokens: self.tokens(),
             softmax_scale: SOFTMAX_SCALE,
         }
     }
@@ -201,19 +203,19 @@ impl Step<'_> {
         })
     }
 
-    /// Joins the splits, norms each head, gates: BF16 `[T, 1024]`.
+    /// Joins the splits, norms each head, gates: BF16 `[T, 1024]`. The tiled attention has done it for its rows.
     pub fn out_norm_gate(&self) -> Result<()> {
-        self.parts().try_for_each(|part| {
+        self.parts().filter(|part| !part.plan.tiled).try_for_each(|part| {
             let (s, l, first) = (&self.scratch, part.plan, part.rows.start as u64);
             let q_size = m::Q_SIZE as u64;
             let head_rows = first * m::Q_HEADS as u64 * l.splits as u64;
             let fa3 = l.engine == AttentionEngine::Fa3;
-            let split = |address: u64| if l.tiled || fa3 { std::ptr::null() } else { address as *const f32 };
+            let split = |address: u64| if fa3 { std::ptr::null() } else { address as *const f32 };
             let attn_core = self.args.attn_core;
             let params = OutNormGateParams {
                 acc: split(s.acc + head_rows * m::HEAD_DIM as u64 * 4),
                 lse: split(s.lse + head_rows * 8),
-                tiled_out: if fa3 { s.fa3_out } else { s.tiled_out + first * q_size * 4 } as *const f32,
+                joined: if fa3 { s.fa3_out as *const _ } else { std::ptr::null() },
                 gate: (s.gate + first * q_size * 4) as *const f32,
                 v_scale: self.args.v_scale as *const f32,
                 out: (s.gated + first * q_size * 2) as *mut _,
@@ -235,9 +237,10 @@ impl Step<'_> {
         self.launched("o", unsafe { bridge::o(&params, &self.launch) })
     }
 
-    /// The first residual boundary; `ffn_input` as three BF16 planes.
+    /// The first residual boundary; `ffn_input` as BF16 planes.
     pub fn attn_boundary(&self) -> Result<()> {
         let (a, w) = (&self.args, &self.weights);
+        let tiled = self.plan.launches.router.form == RouterForm::Tiled;
         let params = AttnBoundaryParams {
             stream: a.stream as *const f32,
             branch: a.attn_out as *const _,
@@ -246,7 +249,9 @@ impl Step<'_> {
             norm_weight: w.pre_ffn_norm.ptr() as *const f32,
             stream_out: a.stream_after_attn as *mut f32,
             ffn_input: a.ffn_input as *mut _,
+            factor: if tiled { self.scratch.ffn_factor as *mut f32 } else { std::ptr::null_mut() },
             tokens: self.tokens(),
+            planes: self.plan.ffn_planes() as i32,
         };
         let launch = self.behind_collective(2 * self.plan.key.tokens * m::HIDDEN);
         // SAFETY: as in `qkv_gate`.
@@ -256,12 +261,12 @@ impl Step<'_> {
     /// Partial logits, FP32 `[splits][T, 256]`, in the form the plan names.
     pub fn router(&self) -> Result<()> {
         let l = &self.plan.launches.router;
-        let (weights, x, logits) = (&self.weights, self.args.ffn_input, self.scratch.logits);
+        let (weights, logits) = (&self.weights, self.scratch.logits);
         match l.form {
             RouterForm::Rows => {
                 let params = RouterParams {
                     weight: weights.router.ptr() as *const f32,
-                    ffn_input: x as *const _,
+                    ffn_input: self.args.ffn_input as *const _,
                     logits: logits as *mut f32,
                     tokens: self.tokens(),
                     splits: l.splits as i32,
@@ -269,24 +274,17 @@ impl Step<'_> {
                 // SAFETY: as in `qkv_gate`.
                 self.launched("router", unsafe { bridge::router(&params, &self.launch) })
             }
-            RouterForm::Planes => {
-                let params = DenseParams {
-                    weight: weights.router_planes.ptr() as *const _,
-                    x: x as *const _,
-                    out: logits as *mut _,
+            RouterForm::Tiled => {
+                let params = RouterTiledParams {
+                    weight: weights.router_tiled.ptr() as *const _,
+                    stream: self.args.stream_after_attn as *const f32,
+                    factor: self.scratch.ffn_factor as *const f32,
+                    logits: logits as *mut f32,
                     tokens: self.tokens(),
-                    rows: m::EXPERTS as i32,
-                    k: m::HIDDEN as i32,
-                    x_stride: PLANES_STRIDE,
-                    out_stride: m::EXPERTS as i32,
                     splits: l.splits as i32,
-                    out_f32: 1,
-                    tile_n: l.tile_n as i32,
-                    tile_rows: l.tile_rows as i32,
-                    planes: 3,
                 };
                 // SAFETY: as in `qkv_gate`.
-                self.launched("router", unsafe { bridge::router_planes(&params, &self.launch) })
+                self.launched("router", unsafe { bridge::router_tiled(&params, &self.launch) })
             }
         }
     }
@@ -304,7 +302,7 @@ impl Step<'_> {
             expert_offsets: s.expert_offsets as *mut i32,
             route_token: s.route_token as *mut i32,
             token_route: s.token_route as *mut i32,
-            block_counts: s.block_counts as *mut i32,
+            token_masks: s.token_masks as *mut u32,
             counters: s.control as *mut u32,
             num_tokens_non_padded: a.num_tokens_non_padded as *const i32,
             tokens: self.tokens(),
@@ -317,7 +315,8 @@ impl Step<'_> {
     /// The first plane of `ffn_input` to FP32 splits of `[T, 4096]`.
     pub fn pooler(&self) -> Result<()> {
         let d = &self.plan.launches.pooler;
-        let params = self.dense(d, &self.weights.pooler, self.args.ffn_input, PLANES_STRIDE, self.scratch.pooled);
+        let stride = (self.plan.ffn_planes() * m::HIDDEN) as i32;
+        let params = self.dense(d, &self.weights.pooler, self.args.ffn_input, stride, self.scratch.pooled);
         // SAFETY: as in `qkv_gate`.
         self.launched("pooler", unsafe { bridge::pooler(&params, &self.launch) })
     }

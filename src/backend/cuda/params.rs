@@ -56,6 +56,7 @@ macro_rules! params {
     (@id OutNormGateParams) => { type_id!("msl::OutNormGateParams") };
     (@id AttnBoundaryParams) => { type_id!("msl::AttnBoundaryParams") };
     (@id RouterParams) => { type_id!("msl::RouterParams") };
+    (@id RouterTiledParams) => { type_id!("msl::RouterTiledParams") };
     (@id RouterTopkParams) => { type_id!("msl::RouterTopkParams") };
     (@id PreExpertNormParams) => { type_id!("msl::PreExpertNormParams") };
     (@id ExpertGemmParams) => { type_id!("msl::ExpertGemmParams") };
@@ -121,7 +122,9 @@ params! {
         v_scale: *const f32,
         acc: *mut f32,
         lse: *mut f32,
-        out: *mut f32,
+        gate: *const f32,
+        out: *mut c_void,
+        attn_core: *mut f32,
         kv_scratch: *mut c_void,
         kv_scratch_bytes: i64,
         pages: i64,
@@ -134,6 +137,8 @@ params! {
         window: i32,
         splits: i32,
         tiled: i32,
+        gate_splits: i32,
+        gate_tokens: i32,
         softmax_scale: f32,
     }
     /// `msl::Fa3AttentionParams` of `csrc/include/fa3.h`.
@@ -167,7 +172,7 @@ params! {
     struct OutNormGateParams {
         acc: *const f32,
         lse: *const f32,
-        tiled_out: *const f32,
+        joined: *const c_void,
         gate: *const f32,
         v_scale: *const f32,
         out: *mut c_void,
@@ -184,12 +189,23 @@ params! {
         norm_weight: *const f32,
         stream_out: *mut f32,
         ffn_input: *mut c_void,
+        factor: *mut f32,
         tokens: i32,
+        planes: i32,
     }
     /// `msl::RouterParams`.
     struct RouterParams {
         weight: *const f32,
         ffn_input: *const c_void,
+        logits: *mut f32,
+        tokens: i32,
+        splits: i32,
+    }
+    /// `msl::RouterTiledParams`.
+    struct RouterTiledParams {
+        weight: *const c_void,
+        stream: *const f32,
+        factor: *const f32,
         logits: *mut f32,
         tokens: i32,
         splits: i32,
@@ -205,7 +221,7 @@ params! {
         expert_offsets: *mut i32,
         route_token: *mut i32,
         token_route: *mut i32,
-        block_counts: *mut i32,
+        token_masks: *mut u32,
         counters: *mut u32,
         num_tokens_non_padded: *const i32,
         tokens: i32,
@@ -293,6 +309,7 @@ params! {
     /// `msl::PackRouterParams`.
     struct PackRouterParams {
         src: *const f32,
+        norm_weight: *const f32,
         dst: *mut c_void,
     }
     /// `msl::PackExpertsParams`.

@@ -69,12 +69,9 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
         }
     }
     let r = &l.router;
-    let router = match (r.form, r.tile_rows) {
-        (RouterForm::Rows, _) => ("moe/router*.cuh", format!("FP32 rows, splits {}", r.splits)),
-        (RouterForm::Planes, 0) => (file(0, 0), format!("tiled, three BF16 planes, splits {}", r.splits)),
-        (RouterForm::Planes, rows) => {
-            (file(rows, r.tile_n), format!("wide {rows} x {}, three BF16 planes, splits {}", r.tile_n, r.splits))
-        }
+    let router = match r.form {
+        RouterForm::Rows => ("moe/router*.cuh", format!("FP32 rows, splits {}", r.splits)),
+        RouterForm::Tiled => ("moe/router_tiled.cuh", format!("tiled, FP16 halves, splits {}", r.splits)),
     };
     let e = &l.experts;
     let experts = |splits: u32| {
@@ -85,14 +82,17 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
         let passes = if e.passes > 1 { format!(", {} passes of {} routes", e.passes, e.route_bound) } else { none() };
         (file, format!("{form}, {}, splits {splits}{passes}", e.weight_kind))
     };
+    // The tiled attention does its work itself.
+    if !l.attention.tiled || l.short_attention.is_some() {
+        list.push(("out_norm_gate", "attention/out_norm_gate.cuh", none()));
+    }
     list.extend([
-        ("out_norm_gate", "attention/out_norm_gate.cuh", none()),
         with("o", dense(&l.o)),
         ("attn_boundary", "residual/boundary*.cuh", none()),
         with("router", router),
         ("router_topk", "moe/router_topk.cuh", none()),
         with("pooler", dense(&l.pooler)),
-        ("pre_expert_norm", "moe/pre_expert_norm.cuh", none()),
+        ("pre_expert_norm", "moe/pre_expert_norm*.cuh", none()),
         with("w13", experts(1)),
         with("w2", experts(e.w2_splits)),
         ("combine", "moe/combine*.cuh", none()),

@@ -46,14 +46,13 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
         Cost { bytes: 2.0 * rows * k + 2.0 * tokens * k + out(d), flops: 2.0 * tokens * rows * k }
     };
     let bytes = |bytes: f64| Cost { bytes, flops: 0.0 };
+    let (planes, router) = if l.router.form == RouterForm::Rows { (6.0, 6.0) } else { (2.0, 4.0) };
     let logits = 4.0 * tokens * experts * f64::from(l.router.splits);
-    // FP32 rows, or three BF16 planes of them.
-    let router = if l.router.form == RouterForm::Rows { 4.0 } else { 6.0 };
-    // Per query head and split: 64 sums and 2 statistics; the tiled kernel writes the result itself.
-    // FlashAttention-3 hands on BF16; its partials come and go inside it.
+    // Per query head and split: 64 sums and 2 statistics. The tiled kernel reads the gate too and writes the gated heads
+    // itself, in BF16. FlashAttention-3 hands on BF16; its partials come and go inside it.
     let partials = match (l.attention.engine, l.attention.tiled) {
         (AttentionEngine::Fa3, _) => 2.0 * tokens * q,
-        (AttentionEngine::Own, true) => 4.0 * tokens * q,
+        (AttentionEngine::Own, true) => tokens * q * (2.0 + 4.0 * f64::from(l.qkv_gate.splits)),
         (AttentionEngine::Own, false) => {
             4.0 * tokens * f64::from(l.attention.splits) * config.q_heads as f64 * (config.head_dim + 2) as f64
         }
@@ -61,8 +60,10 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
     let weight = dim * dim * EXPERT_BYTES * load.experts;
     let y = load.routes * dim * if l.experts.w2_splits > 1 { 4.0 * f64::from(l.experts.w2_splits) } else { 2.0 };
     let route = 2.0 * load.routes * dim;
-    // Queries as FP16, the gate and the cache rows out; without the queries where attention makes them itself.
-    let appended = out(&l.qkv_gate) + tokens * (4.0 * q + 2.0 * config.kv_size() as f64);
+    // Queries as FP16, the gate and the cache rows out; without the queries where attention makes them itself, and
+    // without the gate where attention reads it from the projection's output.
+    let gate = if l.attention.tiled { -4.0 * f64::from(l.qkv_gate.splits) } else { 4.0 };
+    let appended = out(&l.qkv_gate) + tokens * (gate * q + 2.0 * config.kv_size() as f64);
     let queries = 2.0 * tokens * q;
     let attention = keys.rows * 2.0 * config.kv_size() as f64 + partials;
     match operation {
@@ -72,10 +73,11 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
         "append_attention" => Cost { bytes: appended + attention, flops: 4.0 * keys.pairs * q },
         "out_norm_gate" => bytes(partials + tokens * (4.0 * q + 2.0 * q)),
         "o" => dense(&l.o),
-        // Stream and branch in; stream and three planes out.
-        "attn_boundary" => bytes(tokens * hidden * (4.0 + 2.0 + 4.0 + 6.0)),
+        // Stream and branch in; stream and the planes out.
+        "attn_boundary" => bytes(tokens * hidden * (4.0 + 2.0 + 4.0 + planes)),
+        // Weights and tokens: planes of them, or the stream.
         "router" => Cost {
-            bytes: experts * hidden * router + 6.0 * tokens * hidden + logits,
+            bytes: 4.0 * experts * hidden + router * tokens * hidden + logits,
             flops: 2.0 * tokens * experts * hidden,
         },
         // Ids, weights and places of the routes out.
