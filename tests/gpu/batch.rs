@@ -88,7 +88,8 @@ const PADDINGS: [Padding; 5] = [
     padding("sink, no page, NaN", 0, |_| -1, f32::NAN, 0, false),
     padding("no slot, page 0, inf", -1, |_| 0, f32::INFINITY, 1 << 20, true),
     padding("sink, stale page", 0, |s| s.input.page_table[0], 7.0, -1, false),
-    padding("sink, page past the pool", 0, |_| i32::MAX, f32::NAN, 0, true),
+    // Numbers, so that a row that is stored in the sink shows there.
+    padding("sink, page past the pool", 0, |_| i32::MAX, 3.0, 0, true),
     padding("sink, stale page, NaN", 0, |s| s.input.page_table[0], f32::NAN, 0, true),
 ];
 

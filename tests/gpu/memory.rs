@@ -117,6 +117,11 @@ impl Scratch {
         Self::handle(gpu, &self.memory)
     }
 
+    #[cfg_attr(not(feature = "fa3"), allow(dead_code))]
+    pub fn read_at(&self, offset: u64, bytes: u64) -> Vec<u8> {
+        self.memory.read_at(offset, bytes)
+    }
+
     /// Fills all but the counters, bands included.
     pub fn fill(&mut self, value: u8) {
         let control = vec![0; muse_spark_layer::workspace::CONTROL_BYTES as usize];

@@ -12,10 +12,20 @@ use std::time::{Duration, Instant};
 
 const WAIT: Duration = Duration::from_secs(10);
 
-/// What rank `rank` brings to call `call`.
+/// What rank `rank` brings to call `call`. Every eighth element has another sum in any other order: 1e30 - 1e30 + 1.
 fn part(rank: usize, call: usize, elements: usize) -> Vec<bf16> {
     let random = synthetic::Stream::new((100 * call + rank) as u64, "part");
-    (0..elements).map(|i| bf16::from_f32(random.normal(i as u64))).collect()
+    let ordered = *[1e30, -1e30].get(rank).unwrap_or(&1.0);
+    (0..elements).map(|i| bf16::from_f32(if i % 8 == 0 { ordered } else { random.normal(i as u64) })).collect()
+}
+
+/// The ranks' sum in their order, in FP32, rounded once.
+fn sum(ranks: usize, call: usize, elements: usize) -> Vec<u8> {
+    let mut sum = vec![0f32; elements];
+    for rank in 0..ranks {
+        sum.iter_mut().zip(part(rank, call, elements)).for_each(|(s, v)| *s += v.to_f32());
+    }
+    bytes(&sum.into_iter().map(bf16::from_f32).collect::<Vec<_>>())
 }
 
 fn bytes(values: &[bf16]) -> Vec<u8> {
@@ -52,12 +62,43 @@ fn sums_are_in_the_order_of_the_ranks(#[values(2, 3, 4)] ranks: usize) {
             peers.wait(own.stream()).expect("the sum");
             let mut got = vec![0; 2 * elements];
             memory.read(&mut got).expect("read");
-            let mut sum = vec![0f32; elements];
-            for rank in 0..ranks {
-                sum.iter_mut().zip(part(rank, call, elements)).for_each(|(s, v)| *s += v.to_f32());
-            }
-            let want: Vec<bf16> = sum.into_iter().map(bf16::from_f32).collect();
-            assert!(got == bytes(&want), "call {call} of {elements} elements on rank {}", peers.rank());
+            let want = sum(ranks, call, elements);
+            assert!(got == want, "call {call} of {elements} elements on rank {}", peers.rank());
+        }
+    });
+}
+
+/// Calls queued one behind the other: a rank may be a call ahead of another, whose packets it must not overwrite.
+#[rstest]
+fn calls_need_no_meeting(#[values(2, 4)] ranks: usize) {
+    const CALLS: usize = 48;
+    // Four packets a thread.
+    const ELEMENTS: usize = 4 * 65536;
+    let Some(gpu) = gpu("peers::calls_need_no_meeting") else { return };
+    let devices = vec![gpu.device.clone(); ranks];
+    let together = Meeting::new(ranks);
+    each_rank(Peers::all(&devices, 2 * ELEMENTS as u64, Duration::from_secs(3)).expect("peers"), |peers| {
+        let own = OwnedStream::new(peers.device()).expect("a stream");
+        let memory = peers.device().allocate((CALLS * 2 * ELEMENTS) as u64).expect("allocate");
+        let mine = [0, 1].map(|odd| bytes(&part(peers.rank(), odd, ELEMENTS)));
+        for call in 0..CALLS {
+            memory.write_at((call * 2 * ELEMENTS) as u64, &mine[call % 2]).expect("write");
+        }
+        // Nobody waits for the device while a kernel of another rank waits for this one.
+        together.wait(peers.rank());
+        for call in 0..CALLS {
+            let at = memory.ptr() + (call * 2 * ELEMENTS) as u64;
+            // SAFETY: the buffer holds as many elements and lives to the end.
+            let view = unsafe { DeviceTensor::contiguous(at, DType::Bf16, &[ELEMENTS]) };
+            peers.all_reduce("x", &view, Queue { stream: own.stream(), dependent: true }).expect("all_reduce");
+        }
+        peers.wait(own.stream()).expect("the sums");
+        together.wait(peers.rank());
+        let want = [0, 1].map(|odd| sum(ranks, odd, ELEMENTS));
+        for call in 0..CALLS {
+            let mut got = vec![0; 2 * ELEMENTS];
+            memory.read_at((call * 2 * ELEMENTS) as u64, &mut got).expect("read");
+            assert!(got == want[call % 2], "call {call} on rank {}", peers.rank());
         }
     });
 }
@@ -135,7 +176,8 @@ fn messages_that_do_not_fit() {
     let memory = device.allocate(65536).expect("allocate");
     // SAFETY: the buffer holds as many elements and lives to the end.
     let row = |dtype, n| unsafe { DeviceTensor::contiguous(memory.ptr(), dtype, &[1, n]) };
-    let at = Queue { stream: OwnedStream::new(device).expect("a stream").stream(), dependent: false };
+    let own = OwnedStream::new(device).expect("a stream");
+    let at = Queue { stream: own.stream(), dependent: false };
     let text = |r: muse_spark_layer::Result<()>| r.unwrap_err().to_string();
     assert_eq!(text(one().all_reduce("x", &row(DType::Bf16, 8196), at)), "x: bytes: 16392 is past the limit of 16384");
     assert_eq!(text(one().all_reduce("x", &row(DType::F32, 4), at)), "x: wanted bf16, got f32");
