@@ -8,6 +8,7 @@
 //   partials  splits > 1: FP32 [rows][16][splits][64] and [rows][16][splits][2], 24 rows a query tile that is split.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 
 #include "../include/model.h"
 #include "../include/params.h"
