@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# compute-sanitizer over the GPU test binary on small steps that together take every kernel form a plan can name
+# compute-sanitizer over the GPU test binary on small steps that together take the kernel forms of plans to 2100 tokens
 # (tests/gpu/layer.rs, small_step_*). One line a tool; a tool's whole report is kept where it found something.
 #
 #   tests/sanitize.sh [-t SECONDS] [BINARY] [TOOL...]

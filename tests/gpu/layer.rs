@@ -234,7 +234,7 @@ fn a_verify_block_is_its_decode_steps() {
 
 /// One step of few keys in device memory, scratch as allocated: every output is written, counters are left zero.
 /// What the sanitizers run (tests/sanitize.sh): few launches, and nothing poisoned, so that initcheck sees what
-/// a kernel reads and none wrote. Together the steps take every kernel form that a plan can name, with its tails.
+/// a kernel reads and none wrote. Together the steps take the kernel forms of plans to 2100 tokens, with their tails.
 fn small_step(gpu: &Gpu, name: &str, dependent_launch: bool) {
     let (batch, q_len, ctx, page_size) = match name {
         "decode" => (8, 1, 70, 1),
