@@ -148,8 +148,8 @@ void msl_scheduler_metadata_destroy(msl_scheduler_metadata* metadata);
 /* Memory that a call works in: reusable by every plan that fits and by all layers on one stream, never by
  * two streams at once. It must outlive the graphs that were captured with it. */
 msl_status msl_workspace_create(const msl_layer* layer, uint64_t bytes, msl_workspace** workspace);
-/* The same in the caller's device memory, 256-byte aligned. The first 256 bytes are counters: they are
- * zeroed here, and nobody else may write them. The rest is scratch. */
+/* The same in the caller's device memory, 256-byte aligned. The first 1024 bytes are counters and flags:
+ * they are zeroed here, and nobody else may write them. The rest is scratch. */
 msl_status msl_workspace_wrap(const msl_layer* layer, void* memory, uint64_t bytes, msl_workspace** workspace);
 void msl_workspace_destroy(msl_workspace* workspace);
 uint64_t msl_workspace_bytes(const msl_workspace* workspace);
