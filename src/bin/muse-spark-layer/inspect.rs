@@ -104,8 +104,8 @@ fn take(args: &InspectArgs, checkpoint: &Checkpoint, layers: Range<usize>) -> Re
     }))
 }
 
-/// The CUDA backend's form: matrices in as many bytes, the router also as three BF16 planes, vectors in FP32
-/// (each residual gate as two), and the RoPE frequencies.
+/// The CUDA backend's form: matrices in as many bytes, the router also as two FP16 halves with a scale an
+/// expert, vectors in FP32 (each residual gate as two), and the RoPE frequencies.
 fn device_bytes(config: &LayerConfig, parts: &[Part]) -> u64 {
     let vectors = [("attn_residual_gate", 2), ("ffn_residual_gate", 2)];
     let size = |p: &Part| {
@@ -113,7 +113,7 @@ fn device_bytes(config: &LayerConfig, parts: &[Part]) -> u64 {
         match vectors.iter().find(|(name, _)| *name == p.tensor) {
             Some((_, copies)) => copies * 4 * elements,
             None if p.tensor.ends_with("_norm") => 4 * elements,
-            None if p.tensor == "router" => p.bytes + 6 * elements,
+            None if p.tensor == "router" => p.bytes + 4 * elements + 4 * config.n_experts as u64,
             None => p.bytes,
         }
     };
