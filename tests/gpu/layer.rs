@@ -270,49 +270,36 @@ fn small_step(gpu: &Gpu, name: &str, dependent_launch: bool) {
     assert!(workspace.control(&gpu.device).expect("the control block").iter().all(|w| *w == 0), "counters left zero");
 }
 
-#[rstest]
-fn small_step_dependent(
-    #[values(
-        "decode",
-        "verify",
-        "prefill",
-        "one-long",
-        "decode-13",
-        "decode-33",
-        "decode-70",
-        "decode-130",
-        "verify-long",
-        "block-3",
-        "prefill-333",
-        "prefill-1100",
-        "prefill-2100"
-    )]
-    name: &str,
-) {
-    let Some(gpu) = gpu("layer::small_step_dependent") else { return };
-    small_step(&gpu, name, true);
+macro_rules! small_steps {
+    ($(#[$doc:meta])* fn $test:ident(dependent_launch: $dependent:literal)) => {
+        $(#[$doc])*
+        #[rstest]
+        fn $test(
+            #[values(
+                "decode",
+                "verify",
+                "prefill",
+                "one-long",
+                "decode-13",
+                "decode-33",
+                "decode-70",
+                "decode-130",
+                "verify-long",
+                "block-3",
+                "prefill-333",
+                "prefill-1100",
+                "prefill-2100"
+            )]
+            name: &str,
+        ) {
+            let Some(gpu) = gpu(concat!("layer::", stringify!($test))) else { return };
+            small_step(&gpu, name, $dependent);
+        }
+    };
 }
 
-/// Without dependent launch: racecheck takes a kernel that starts before its predecessor ended for a race.
-#[rstest]
-fn small_step_plain(
-    #[values(
-        "decode",
-        "verify",
-        "prefill",
-        "one-long",
-        "decode-13",
-        "decode-33",
-        "decode-70",
-        "decode-130",
-        "verify-long",
-        "block-3",
-        "prefill-333",
-        "prefill-1100",
-        "prefill-2100"
-    )]
-    name: &str,
-) {
-    let Some(gpu) = gpu("layer::small_step_plain") else { return };
-    small_step(&gpu, name, false);
+small_steps! { fn small_step_dependent(dependent_launch: true) }
+small_steps! {
+    /// Without dependent launch: racecheck takes a kernel that starts before its predecessor ended for a race.
+    fn small_step_plain(dependent_launch: false)
 }
