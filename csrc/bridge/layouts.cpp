@@ -16,7 +16,6 @@ rust::String layouts() {
   FIELD(DenseParams, weight); FIELD(DenseParams, x); FIELD(DenseParams, out); FIELD(DenseParams, tokens);
   FIELD(DenseParams, rows); FIELD(DenseParams, k); FIELD(DenseParams, x_stride); FIELD(DenseParams, out_stride);
   FIELD(DenseParams, splits); FIELD(DenseParams, out_f32); FIELD(DenseParams, tile_n); FIELD(DenseParams, tile_rows);
-  FIELD(DenseParams, planes);
   BEGIN(QkNormRopeAppendParams);
   FIELD(QkNormRopeAppendParams, qkv); FIELD(QkNormRopeAppendParams, positions);
   FIELD(QkNormRopeAppendParams, cache_loc); FIELD(QkNormRopeAppendParams, k_scale);

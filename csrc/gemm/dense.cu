@@ -17,8 +17,7 @@ constexpr int kInvalid = static_cast<int>(cudaErrorInvalidValue);
 
 bool valid(const DenseParams& p) {
   return p.tokens >= 0 && p.rows > 0 && p.rows % kTileRows == 0 && p.k > 0 && p.k % kTileK == 0 && p.splits >= 1 &&
-         p.splits <= p.k / kTileK && p.x_stride % 8 == 0 && p.out_stride >= p.rows && p.out_stride % 8 == 0 &&
-         (p.planes == 1 || (p.planes == 3 && (p.tile_n == 0 || p.tile_rows != 0)));
+         p.splits <= p.k / kTileK && p.x_stride % 8 == 0 && p.out_stride >= p.rows && p.out_stride % 8 == 0;
 }
 
 template <class C>
@@ -37,7 +36,7 @@ int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
   if (p.rows % C::kRows) return kInvalid;
   if (!C::kWhole && p.splits == 1 && !p.out_f32) return kInvalid;
   CUtensorMap map;
-  if (int e = bf16_rows_map(&map, p.x, int64_t(p.k) * p.planes, p.tokens, p.x_stride, C::kTokens)) return e;
+  if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kTokens)) return e;
   CUtensorMap out_map = map;
   if (C::kStaged) {
     if (p.splits > 1 || p.out_f32) return kInvalid;
@@ -45,8 +44,8 @@ int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
   }
   const int token_clusters = (p.tokens + C::kTokens * C::kCM - 1) / (C::kTokens * C::kCM);
   const int row_tiles = p.rows / C::kRows;
-  const TiledArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.planes,
-                    p.splits, token_clusters, row_tiles, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
+  const GridArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.splits,
+                   token_clusters, row_tiles, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
   const int64_t items = int64_t(p.splits) * token_clusters * row_tiles;
   const int clusters = static_cast<int>(std::min<int64_t>(items, l.sm_count / C::kCM));
   return launch(tiled_kernel<C>, dim3(clusters * C::kCM), dim3(C::kThreads), C::kShared, l, map, out_map, a);
@@ -56,9 +55,9 @@ template <class C>
 int launch_wide(const DenseParams& p, const Launch& l, int late_trigger) {
   if (p.rows % C::kRows) return kInvalid;
   CUtensorMap map;
-  if (int e = bf16_rows_map(&map, p.x, int64_t(p.k) * p.planes, p.tokens, p.x_stride, C::kN)) return e;
+  if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
   const int token_tiles = (p.tokens + C::kN - 1) / C::kN, row_tiles = p.rows / C::kRows;
-  const WideArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.planes, p.splits,
+  const GridArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.splits,
                    token_tiles, row_tiles, kGroupTokens / C::kN, p.splits == 1 && !p.out_f32, late_trigger};
   const int64_t items = int64_t(p.splits) * token_tiles * row_tiles;
   const int ctas = static_cast<int>(std::min<int64_t>(items, l.sm_count));
@@ -127,8 +126,7 @@ int dense(const DenseParams& p, const Launch& l, int late_trigger) {
     return with_wide(p.tile_rows, p.tile_n, [&](auto c) { return launch_wide<decltype(c)>(p, l, late_trigger); });
   if (p.tile_n != 0)
     return with_skinny(p.tile_n, [&](auto c) { return launch_skinny<decltype(c)>(p, l, late_trigger); });
-  const int steps = p.k / kTileK * (p.planes == 3 ? kPlaneProducts : 1);
-  return with_tiled(choose_tiled(p.tokens, p.rows, steps, p.splits, p.splits > 1 || p.out_f32, l.sm_count),
+  return with_tiled(choose_tiled(p.tokens, p.rows, p.k / kTileK, p.splits, p.splits > 1 || p.out_f32, l.sm_count),
                     [&](auto c) { return launch_tiled<decltype(c)>(p, l, late_trigger); });
 }
 

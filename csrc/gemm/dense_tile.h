@@ -25,11 +25,4 @@ __device__ __host__ __forceinline__ constexpr int64_t dense_tile_offset(int64_t 
 __device__ __host__ __forceinline__ constexpr int split_begin(int s, int splits, int k_tiles) {
   return static_cast<int>(static_cast<int64_t>(s) * k_tiles / splits);
 }
-
-// The router's three-plane product: six of the nine plane products, for each k tile the smallest first:
-// (weight, token) = (0,2) (2,0) (1,1) (0,1) (1,0) (0,0), one hexadecimal digit each below. The other three
-// are below FP32's ulp.
-constexpr int kPlaneProducts = 6;
-__device__ __forceinline__ int weight_plane(int product) { return (0x021010 >> (4 * (5 - product))) & 15; }
-__device__ __forceinline__ int token_plane(int product) { return (0x201100 >> (4 * (5 - product))) & 15; }
 }  // namespace msl

@@ -20,14 +20,12 @@
 //   o          w 8.9 (10.5)    w 9.4 (9.6, 8.6)       9.3 (9.3, 9.5)       w 10.7 (14.1)   w 12.5 (14.3)
 //   pooler     w 23.4 (37.8)   w 25.5 (28.2, 32.5)    28.7 (28.7, 31.0)    w 31.0 (46.6)   w 37.3 (45.8)
 //   unpooler   w 26.5 (33.9)   w 26.3 (27.4, 23.2)    27.7 (27.7, 26.2)    w 30.4 (43.1)   w 36.6 (42.6)
-//   router     w 13.2 (14.7)   w 13.3 (14.6)          14.9 (14.9)          w 16.1 (22.2)   w 19.2 (24.0)
 //
 //   tokens     512                   576                    1024                  2112
 //   qkv_gate   33.2 (35.1, 30.1)     w 35.0 (37.7, 34.5)    55.0 (55.0, 51.8)     w 107.6 (135.0)
 //   o          14.7 (14.7, 15.0)     w 17.1 (21.9, 16.9)    26.6 (26.6, 26.7)     w 57.7 (60.9)
 //   pooler     49.2 (49.2, 46.3)     w 54.9 (85.2, 55.8)    90.1 (90.1, 88.3)     w 194.8 (255.2)
 //   unpooler   46.0 (46.0, 46.1)     w 52.5 (77.7, 49.5)    89.3 (89.3, 92.5)     w 191.0 (220.0)
-//   router     27.1 (27.1)           w 27.5 (38.0)          43.9 (43.9)           w 89.1 (116.8)
 //
 //   The skinny four in a chain: 130 MB at one token 33.5 us (3.9 TB/s), 189 MB at 16 / 32 / 64 / 128 tokens 49 / 51 /
 //   54 / 63 us. 8192 tokens, medians of three runs in turn with cuBLAS's: o 213 (217), unpooler 827 (840), pooler 788
@@ -77,7 +75,7 @@ inline double tiled_clocks(const TiledShape& s, int tokens, int rows, int steps,
   return double(waves) * (double(steps) / splits * step + 600.0 + area * (f32 ? 1900.0 : 900.0));
 }
 
-// steps: k tiles of a whole row, times plane products. The staged form is for BF16 and at least three tiles a CTA
+// steps: k tiles of a whole row. The staged form is for BF16 and at least three tiles a CTA
 // (o at 8192 tokens: 213 us, direct 227).
 inline TiledShape choose_tiled(int tokens, int rows, int steps, int splits, bool f32, int sm_count) {
   TiledShape best = kTiledShapes[0];

@@ -4,7 +4,8 @@
 // A CTA tile is kTokens (128 or 256) tokens x kRows weight rows; tokens stand on M, weights on N. Two consumer
 // warpgroups own half of the tokens each and all rows: wgmma m64n(kRows)k16, the widest instruction, which
 // re-reads the least shared memory. A persistent grid walks (split, tile) items; tiles are ordered so that the
-// CTAs at work at one time share few token tiles and few row tiles in L2 (tile_of).
+// CTAs at work at one time share few token tiles and few row tiles in L2
+// (dense_grid.cuh).
 //
 // kRows is a multiple of 64, whole m-tiles of the packed layout, or 144: qkv_gate's 2304 rows are 16 tiles of 144,
 // which 132 SMs divide well where 9 of 256 or 12 of 192 leave a wave half empty. Such a tile's runs of rows in three
@@ -30,23 +31,9 @@
 #pragma once
 #include "../common/wgmma.cuh"
 #include "cluster.cuh"
-#include "dense_tile.h"
+#include "dense_grid.cuh"
 
 namespace msl {
-
-struct TiledArgs {
-  const uint8_t* weight;   // tiles [rows / 64][k_tiles * planes]
-  void* out;               // FP32 [splits][T][out_stride] or BF16 [T][out_stride]
-  int32_t tokens, out_stride;
-  int32_t k_tiles;         // of one plane
-  int32_t planes;          // 1 or 3
-  int32_t splits;
-  int32_t token_clusters;  // cluster tiles along the tokens: ceil(T / (128 kCM))
-  int32_t row_tiles;       // row tiles: rows / kRows
-  int32_t token_group;     // cluster tiles along the tokens walked together
-  int32_t bf16;
-  int32_t late_trigger;
-};
 
 template <int kRows_, int kCM_, bool kStaged_ = false, int kTokens_ = 128>
 struct TiledConfig {
@@ -63,37 +50,10 @@ struct TiledConfig {
   static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && (kWhole || kCM == 1) && (kMmas == 1 || !kStaged));
 };
 
-struct TiledWork {
-  int token, row;         // the first of the tile
-  int split, k_begin, k_end;
-};
-
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-template <class C>
-__device__ __forceinline__ TiledWork tile_of(const TiledArgs& a, int item, int rank) {
-  const int tiles = a.token_clusters * a.row_tiles;
-  TiledWork w;
-  w.split = item / tiles;
-  int tile = item - w.split * tiles;
-  const int group_tiles = a.token_group * a.row_tiles;
-  const int group = tile / group_tiles;
-  tile -= group * group_tiles;
-  const int width = min(a.token_group, a.token_clusters - group * a.token_group);
-  w.token = ((group * a.token_group + tile % width) * C::kCM + rank) * C::kTokens;
-  w.row = tile / width * C::kRows;
-  w.k_begin = split_begin(w.split, a.splits, a.k_tiles);
-  w.k_end = split_begin(w.split + 1, a.splits, a.k_tiles);
-  return w;
-}
-
 template <class C>
 __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
     tiled_kernel(const __grid_constant__ CUtensorMap token_map, const __grid_constant__ CUtensorMap out_map,
-                 const TiledArgs a) {
+                 const GridArgs a) {
   constexpr int kRows = C::kRows, kStages = C::kStages, kCluster = C::kCM;
   if (!a.late_trigger) pdl_launch();
 
@@ -105,20 +65,20 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
   auto weights_of = [&](int stage) { return ring + stage * C::kStageBytes + C::kTokenBytes; };
 
   const int rank = kCluster == 1 ? 0 : cluster_rank();
-  const int items = a.splits * a.token_clusters * a.row_tiles;
+  const int items = a.splits * a.token_tiles * a.row_tiles;
   const int first = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
-  const int products = a.planes == 3 ? kPlaneProducts : 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  // Step i of a work item: k tile i / products and, with three planes, plane product i % products.
-  auto load_weights = [&](const TiledWork& w, int i, int stage) {
-    const int k = w.k_begin + (a.planes == 3 ? i / kPlaneProducts : i);
-    const int plane = a.planes == 3 ? weight_plane(i % kPlaneProducts) : 0;
+  auto work_of = [&](int item) {
+    GridWork w = grid_work<C::kTokens * C::kCM, kRows>(a, item);
+    w.token += rank * C::kTokens;
+    return w;
+  };
+  auto load_weights = [&](const GridWork& w, int k, int stage) {
     mbar_expect_tx(&full[stage], C::kStageBytes);
     constexpr int kPart = kTileBytes / C::kCM;
-    const int64_t tile = int64_t(w.row / kTileRows) * a.k_tiles * a.planes + plane * a.k_tiles + k;
-    const int64_t next = int64_t(a.k_tiles) * a.planes * kTileBytes;
-    const uint8_t* src = a.weight + tile * kTileBytes + rank * kPart;
+    const int64_t next = int64_t(a.k_tiles) * kTileBytes;
+    const uint8_t* src = a.weight + w.row / kTileRows * next + int64_t(k) * kTileBytes + rank * kPart;
     uint8_t* dst = weights_of(stage) + rank * kPart;
     if constexpr (C::kWhole) {
 #pragma unroll
@@ -136,13 +96,6 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
       }
     }
   };
-  auto load_tokens = [&](const TiledWork& w, int i, int stage) {
-    const int k = w.k_begin + (a.planes == 3 ? i / kPlaneProducts : i);
-    const int plane = a.planes == 3 ? token_plane(i % kPlaneProducts) : 0;
-    const int x = (plane * a.k_tiles + k) * kTileK;
-    tma_load_2d(tokens_of(stage), &token_map, x, w.token, &full[stage]);
-  };
-
   const bool is_producer = threadIdx.x == 0;
   int prefetched = 0;
   if (is_producer) {
@@ -161,9 +114,9 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
     __syncthreads();
   }
   if (is_producer && first < items) {
-    const TiledWork w = tile_of<C>(a, first, rank);
-    prefetched = min(kStages, (w.k_end - w.k_begin) * products);
-    for (int i = 0; i < prefetched; i++) load_weights(w, i, i);
+    const GridWork w = work_of(first);
+    prefetched = min(kStages, w.k_end - w.k_begin);
+    for (int i = 0; i < prefetched; i++) load_weights(w, w.k_begin + i, i);
   }
   pdl_wait();
 
@@ -174,16 +127,15 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
       int stage = 0;
       uint32_t phase = 1;  // an empty ring: the first pass does not wait
       for (int item = first; item < items; item += stride) {
-        const TiledWork w = tile_of<C>(a, item, rank);
-        const int steps = (w.k_end - w.k_begin) * products;
-        for (int i = 0; i < steps; i++) {
+        const GridWork w = work_of(item);
+        for (int k = w.k_begin; k < w.k_end; k++) {
           if (prefetched > 0) {
             prefetched--;
           } else {
             mbar_wait(&empty[stage], phase);
-            load_weights(w, i, stage);
+            load_weights(w, k, stage);
           }
-          load_tokens(w, i, stage);
+          tma_load_2d(tokens_of(stage), &token_map, k * kTileK, w.token, &full[stage]);
           if (++stage == kStages) stage = 0, phase ^= 1;
         }
       }
@@ -208,15 +160,14 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
       }
     };
     for (int item = first; item < items; item += stride) {
-      const TiledWork w = tile_of<C>(a, item, rank);
-      const int steps = (w.k_end - w.k_begin) * products;
+      const GridWork w = work_of(item);
       float acc[C::kMmas][kRows / 2];
 #pragma unroll
       for (int m = 0; m < C::kMmas; m++)
 #pragma unroll
         for (int i = 0; i < kRows / 2; i++) acc[m][i] = 0.f;
       int previous = 0;
-      for (int i = 0; i < steps; i++) {
+      for (int k = w.k_begin; k < w.k_end; k++) {
         mbar_wait(&full[stage], phase);
         const uint64_t wd = desc_sw128(weights_of(stage));
 #pragma unroll
@@ -232,14 +183,14 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
 #pragma unroll
         for (int m = 0; m < C::kMmas; m++) wgmma_fence_operand(acc[m]);
         wgmma_wait<1>();
-        if (i > 0) release(previous);
+        if (k > w.k_begin) release(previous);
         previous = stage;
         if (++stage == kStages) stage = 0, phase ^= 1;
       }
       wgmma_wait<0>();
 #pragma unroll
       for (int m = 0; m < C::kMmas; m++) wgmma_fence_operand(acc[m]);
-      if (steps > 0) release(previous);
+      release(previous);
 
       // acc[m][4 j + 2 h + e]: token 64 m + 16 w + g + 8 h, weight row 8 j + 2 c + e.
       const int column = w.row;
@@ -287,12 +238,7 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
               uint32_t v[4];
 #pragma unroll
               for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[m][4 * (j + i) + 2 * h], acc[m][4 * (j + i) + 2 * h + 1]);
-              // Lane c of the quad ends with the eight columns of tile j + c.
-              const bool o1 = c & 1, o2 = c & 2;
-              uint32_t s = __shfl_xor_sync(~0u, o1 ? v[0] : v[1], 1), u = __shfl_xor_sync(~0u, o1 ? v[2] : v[3], 1);
-              if (o1) v[0] = s, v[2] = u; else v[1] = s, v[3] = u;
-              s = __shfl_xor_sync(~0u, o2 ? v[0] : v[2], 2), u = __shfl_xor_sync(~0u, o2 ? v[1] : v[3], 2);
-              if (o2) v[0] = s, v[1] = u; else v[2] = s, v[3] = u;
+              transpose_quad(v);  // lane c: the eight columns of tile j + c
               if (valid) *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(v[0], v[1], v[2], v[3]);
             }
           }

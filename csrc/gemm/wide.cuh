@@ -17,23 +17,9 @@
 // Shared memory: the ring, 3 to 8 stages of 28 to 58 KB. One CTA an SM.
 #pragma once
 #include "../common/wgmma.cuh"
-#include "dense_tile.h"
+#include "dense_grid.cuh"
 
 namespace msl {
-
-struct WideArgs {
-  const uint8_t* weight;   // tiles [rows / 64][k_tiles * planes]
-  void* out;               // FP32 [splits][T][out_stride] or BF16 [T][out_stride]
-  int32_t tokens, out_stride;
-  int32_t k_tiles;         // of one plane
-  int32_t planes;          // 1 or 3
-  int32_t splits;
-  int32_t token_tiles;     // ceil(T / kN)
-  int32_t row_tiles;       // rows / kRows
-  int32_t token_group;     // token tiles walked together
-  int32_t bf16;
-  int32_t late_trigger;
-};
 
 template <int kMT_, int kN_>
 struct WideConfig {
@@ -47,28 +33,6 @@ struct WideConfig {
   static_assert(kStages >= 3 && kN % 8 == 0 && kMT * kN <= 384);
 };
 
-struct WideWork {
-  int token, row;         // the first of the tile
-  int split, k_begin, k_end;
-};
-
-template <class C>
-__device__ __forceinline__ WideWork wide_work(const WideArgs& a, int item) {
-  const int tiles = a.token_tiles * a.row_tiles;
-  WideWork w;
-  w.split = item / tiles;
-  int tile = item - w.split * tiles;
-  const int group_tiles = a.token_group * a.row_tiles;
-  const int group = tile / group_tiles;
-  tile -= group * group_tiles;
-  const int width = min(a.token_group, a.token_tiles - group * a.token_group);
-  w.token = (group * a.token_group + tile % width) * C::kN;
-  w.row = tile / width * C::kRows;
-  w.k_begin = split_begin(w.split, a.splits, a.k_tiles);
-  w.k_end = split_begin(w.split + 1, a.splits, a.k_tiles);
-  return w;
-}
-
 __device__ __forceinline__ uint32_t transposed_8x8(uint32_t v) {
   uint32_t r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
@@ -77,7 +41,7 @@ __device__ __forceinline__ uint32_t transposed_8x8(uint32_t v) {
 
 // One m-tile's accumulators: acc[4 j + 2 h + e] is weight row 16 w + g + 8 h, token 8 j + 2 c + e.
 template <int kN>
-__device__ __forceinline__ void store_f32(const float (&acc)[kN / 2], float* out, int first, const WideArgs& a) {
+__device__ __forceinline__ void store_f32(const float (&acc)[kN / 2], float* out, int first, const GridArgs& a) {
   const int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
   const int left = a.tokens - first - 2 * c;
   float* p = out + int64_t(first + 2 * c) * a.out_stride + g;
@@ -89,9 +53,8 @@ __device__ __forceinline__ void store_f32(const float (&acc)[kN / 2], float* out
 }
 
 template <int kN>
-__device__ __forceinline__ void store_bf16(const float (&acc)[kN / 2], __nv_bfloat16* out, int first, const WideArgs& a) {
+__device__ __forceinline__ void store_bf16(const float (&acc)[kN / 2], __nv_bfloat16* out, int first, const GridArgs& a) {
   const int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
-  const bool o1 = c & 1, o2 = c & 2;
 #pragma unroll
   for (int j = 0; j < kN / 8; j += 2) {
     // v[2 i + h]: rows 8 h + 2 c, + 1 of token 8 (j + i) + g.
@@ -100,14 +63,9 @@ __device__ __forceinline__ void store_bf16(const float (&acc)[kN / 2], __nv_bflo
     for (int i = 0; i < 4; i++)
       if (j + i / 2 < kN / 8) {
         const float* x = &acc[4 * (j + i / 2) + 2 * (i % 2)];
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
-        v[i] = transposed_8x8(*reinterpret_cast<const uint32_t*>(&pair));
+        v[i] = transposed_8x8(bf16_pair(x[0], x[1]));
       }
-    // Lane c of the quad ends with all eight rows of v[c].
-    uint32_t s = __shfl_xor_sync(~0u, o1 ? v[0] : v[1], 1), u = __shfl_xor_sync(~0u, o1 ? v[2] : v[3], 1);
-    if (o1) v[0] = s, v[2] = u; else v[1] = s, v[3] = u;
-    s = __shfl_xor_sync(~0u, o2 ? v[0] : v[2], 2), u = __shfl_xor_sync(~0u, o2 ? v[1] : v[3], 2);
-    if (o2) v[0] = s, v[1] = u; else v[2] = s, v[3] = u;
+    transpose_quad(v);  // lane c: all eight rows of v[c]
     const int t = first + 8 * (j + c / 2) + g;
     if (t < a.tokens && j + c / 2 < kN / 8)
       *reinterpret_cast<uint4*>(out + int64_t(t) * a.out_stride + 8 * (c % 2)) = make_uint4(v[0], v[1], v[2], v[3]);
@@ -116,7 +74,7 @@ __device__ __forceinline__ void store_bf16(const float (&acc)[kN / 2], __nv_bflo
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    wide_kernel(const __grid_constant__ CUtensorMap token_map, const WideArgs a) {
+    wide_kernel(const __grid_constant__ CUtensorMap token_map, const GridArgs a) {
   constexpr int kMT = C::kMT, kN = C::kN, kStages = C::kStages;
   if (!a.late_trigger) pdl_launch();
 
@@ -127,25 +85,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   auto tokens_of = [&](int stage) { return ring + stage * C::kStageBytes + C::kWeightBytes; };
 
   const int items = a.splits * a.token_tiles * a.row_tiles;
-  const int products = a.planes == 3 ? kPlaneProducts : 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  // Step i of a work item: k tile i / products and, with three planes, plane product i % products.
-  auto load_weights = [&](const WideWork& w, int i, int stage) {
-    const int k = w.k_begin + (a.planes == 3 ? i / kPlaneProducts : i);
-    const int plane = a.planes == 3 ? weight_plane(i % kPlaneProducts) : 0;
+  auto work_of = [&](int item) { return grid_work<kN, C::kRows>(a, item); };
+  auto load_weights = [&](const GridWork& w, int k, int stage) {
     mbar_expect_tx(&full[stage], C::kStageBytes);
-    const int64_t row_tile = int64_t(a.k_tiles) * a.planes * kTileBytes;
-    const uint8_t* src = a.weight + w.row / kTileRows * row_tile + int64_t(plane * a.k_tiles + k) * kTileBytes;
+    const int64_t next = int64_t(a.k_tiles) * kTileBytes;
+    const uint8_t* src = a.weight + w.row / kTileRows * next + int64_t(k) * kTileBytes;
 #pragma unroll
     for (int r = 0; r < 2 * kMT; r++)
-      bulk_load(weights_of(stage) + r * kTileBytes, src + r * row_tile, kTileBytes, &full[stage], kEvictNormal);
-  };
-  auto load_tokens = [&](const WideWork& w, int i, int stage) {
-    const int k = w.k_begin + (a.planes == 3 ? i / kPlaneProducts : i);
-    const int plane = a.planes == 3 ? token_plane(i % kPlaneProducts) : 0;
-    const int x = (plane * a.k_tiles + k) * kTileK;
-    tma_load_2d(tokens_of(stage), &token_map, x, w.token, &full[stage]);
+      bulk_load(weights_of(stage) + r * kTileBytes, src + r * next, kTileBytes, &full[stage], kEvictNormal);
   };
 
   const bool is_producer = threadIdx.x == 256;
@@ -156,9 +105,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       mbar_init(&empty[s], 8);
     }
     mbar_init_fence();
-    const WideWork w = wide_work<C>(a, blockIdx.x);
-    prefetched = min(kStages, (w.k_end - w.k_begin) * products);
-    for (int i = 0; i < prefetched; i++) load_weights(w, i, i);
+    const GridWork w = work_of(blockIdx.x);
+    prefetched = min(kStages, w.k_end - w.k_begin);
+    for (int i = 0; i < prefetched; i++) load_weights(w, w.k_begin + i, i);
     tma_prefetch_descriptor(&token_map);
   }
   __syncthreads();
@@ -171,16 +120,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       int stage = 0;
       uint32_t phase = 1;  // an empty ring: the first pass does not wait
       for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const WideWork w = wide_work<C>(a, item);
-        const int steps = (w.k_end - w.k_begin) * products;
-        for (int i = 0; i < steps; i++) {
+        const GridWork w = work_of(item);
+        for (int k = w.k_begin; k < w.k_end; k++) {
           if (prefetched > 0) {
             prefetched--;
           } else {
             mbar_wait(&empty[stage], phase);
-            load_weights(w, i, stage);
+            load_weights(w, k, stage);
           }
-          load_tokens(w, i, stage);
+          tma_load_2d(tokens_of(stage), &token_map, k * kTileK, w.token, &full[stage]);
           if (++stage == kStages) stage = 0, phase ^= 1;
         }
       }
@@ -191,15 +139,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     int stage = 0;
     uint32_t phase = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const WideWork w = wide_work<C>(a, item);
-      const int steps = (w.k_end - w.k_begin) * products;
+      const GridWork w = work_of(item);
       float acc[kMT][kN / 2];
 #pragma unroll
       for (int m = 0; m < kMT; m++)
 #pragma unroll
         for (int i = 0; i < kN / 2; i++) acc[m][i] = 0.f;
       int previous = 0;
-      for (int i = 0; i < steps; i++) {
+      for (int k = w.k_begin; k < w.k_end; k++) {
         mbar_wait(&full[stage], phase);
         const uint64_t td = desc_sw128(tokens_of(stage));
 #pragma unroll
@@ -215,14 +162,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
         for (int m = 0; m < kMT; m++) wgmma_fence_operand(acc[m]);
         wgmma_wait<1>();
-        if (i > 0 && lane == 0) mbar_arrive(&empty[previous]);
+        if (k > w.k_begin && lane == 0) mbar_arrive(&empty[previous]);
         previous = stage;
         if (++stage == kStages) stage = 0, phase ^= 1;
       }
       wgmma_wait<0>();
 #pragma unroll
       for (int m = 0; m < kMT; m++) wgmma_fence_operand(acc[m]);
-      if (steps > 0 && lane == 0) mbar_arrive(&empty[previous]);
+      if (lane == 0) mbar_arrive(&empty[previous]);
 
 #pragma unroll
       for (int m = 0; m < kMT; m++) {

@@ -18,6 +18,4 @@ constexpr float kRouterMultiplier = 0.1767766952966369f;
 constexpr float kRouteEps = 1e-15f;
 constexpr float kRmsEps = 1e-5f;
 constexpr float kPostNormEps = 1e-8f;
-constexpr int kNvfp4Block = 16;
-constexpr float kE4m3Max = 448.0f;
 }  // namespace msl

@@ -33,8 +33,6 @@ struct DenseParams {
   int32_t tile_n;        // tokens per tile: 8, 16, 32, 64, 96, 128 (skinny kernel), the wide kernel's (gemm/heuristics.h), or 0:
                          // the tiled kernel, which chooses its own
   int32_t tile_rows;     // weight rows per tile of the wide kernel; 0: the skinny or the tiled kernel
-  int32_t planes;        // 1; 3: weight and x hold three BF16 planes of k each (x: [T][3 * k]; weight: k = 3 * k / 64 tiles
-                         // a row of tiles) whose product is summed over (0,0) (0,1) (1,0) (1,1) (0,2) (2,0): FP32-grade
 };
 
 // qk_norm_rope_append: adds the splits of qkv_gate, RMS-norms q and k per head (eps 1e-5), rotates

@@ -1,6 +1,8 @@
 // The two residual boundaries, one token to a cluster of CTAs.
 //
-//   attn_boundary  s' = alpha s + beta rms(b, 1e-8);  h = rms(s', 1e-5) (1 + w), kept as three BF16 planes
+//   attn_boundary  s' = alpha s + beta rms(b, 1e-8);  h = rms(s', 1e-5) (1 + w), kept as BF16 planes:
+//                  three whose sum it is (for the router's rows, and a tap), or the first alone (for the pooler, while the
+//                  router reads s' and the norm's factor)
 //   ffn_boundary   f = (sum of the unpooler's splits, or the ranks' gathered slices; zero outside their columns)
 //                  (1 + post);
 //                  s' = alpha s + beta rms(f, 1e-8);  hidden = rms(s', 1e-5) (1 + next), BF16
@@ -66,6 +68,13 @@ struct BoundaryShape {
   }
 };
 
+// A thread's columns of a row.
+template <class Shape>
+__device__ __forceinline__ void load_columns(float4 (&v)[Shape::kChunks], const float* row) {
+#pragma unroll
+  for (int i = 0; i < Shape::kChunks; i++) v[i] = *reinterpret_cast<const float4*>(row + Shape::column(i));
+}
+
 // From a = alpha s, b (the branch) and beta: s' into `out`, and the factor of its norm.
 template <int kCtas, int kThreads, int kChunks>
 __device__ __forceinline__ float boundary_norms(ClusterSum<kCtas, kThreads, 2>& cluster, const float4 (&a)[kChunks],
@@ -101,12 +110,9 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
   pdl_launch();
   cluster.begin();
   float4 alpha[kChunks], beta[kChunks], norm[kChunks];
-#pragma unroll
-  for (int i = 0; i < kChunks; i++) {
-    alpha[i] = *reinterpret_cast<const float4*>(p.alpha + Shape::column(i));
-    beta[i] = *reinterpret_cast<const float4*>(p.beta + Shape::column(i));
-    norm[i] = *reinterpret_cast<const float4*>(p.norm_weight + Shape::column(i));
-  }
+  load_columns<Shape>(alpha, p.alpha);
+  load_columns<Shape>(beta, p.beta);
+  load_columns<Shape>(norm, p.norm_weight);
   const int64_t token = blockIdx.x / kCtas, row = token * kHidden;
   cluster.ready();
   pdl_wait();
@@ -140,13 +146,10 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
   pdl_launch();
   cluster.begin();
   float4 alpha[kChunks], beta[kChunks], post[kChunks], next[kChunks];
-#pragma unroll
-  for (int i = 0; i < kChunks; i++) {
-    alpha[i] = *reinterpret_cast<const float4*>(p.alpha + Shape::column(i));
-    beta[i] = *reinterpret_cast<const float4*>(p.beta + Shape::column(i));
-    post[i] = *reinterpret_cast<const float4*>(p.post_norm_weight + Shape::column(i));
-    if (p.next_norm_weight != nullptr) next[i] = *reinterpret_cast<const float4*>(p.next_norm_weight + Shape::column(i));
-  }
+  load_columns<Shape>(alpha, p.alpha);
+  load_columns<Shape>(beta, p.beta);
+  load_columns<Shape>(post, p.post_norm_weight);
+  if (p.next_norm_weight != nullptr) load_columns<Shape>(next, p.next_norm_weight);
   const int64_t token = blockIdx.x / kCtas, row = token * kHidden;
   cluster.ready();
   pdl_wait();

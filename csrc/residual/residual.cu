@@ -12,12 +12,9 @@ namespace {
 constexpr int kAttn8Tokens = 6, kFfn8Tokens = 4, kBoundary4Tokens = 16;
 constexpr int kAttnStreamTokens = 160, kFfnStreamTokens = 96;
 
-int attn_boundary_stream(const AttnBoundaryParams& p, const Launch& l) {
-  return launch(boundary_stream_kernel<AttnBoundaryParams>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
-                kStreamSharedBytes, l, p);
-}
-int ffn_boundary_stream(const FfnBoundaryParams& p, const Launch& l) {
-  return launch(boundary_stream_kernel<FfnBoundaryParams>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
+template <class Params>
+int boundary_stream(const Params& p, const Launch& l) {
+  return launch(boundary_stream_kernel<Params>, dim3(std::min(p.tokens, l.sm_count)), dim3(kStreamThreads),
                 kStreamSharedBytes, l, p);
 }
 }  // namespace
@@ -29,7 +26,7 @@ int attn_boundary(const AttnBoundaryParams& p, const Launch& l) {
     return launch(attn_boundary_kernel<4, 512>, dim3(4 * p.tokens), dim3(512), 0, l, p);
   if (p.tokens < kAttnStreamTokens)
     return launch(attn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
-  return attn_boundary_stream(p, l);
+  return boundary_stream(p, l);
 }
 
 int ffn_boundary(const FfnBoundaryParams& p, const Launch& l) {
@@ -40,7 +37,7 @@ int ffn_boundary(const FfnBoundaryParams& p, const Launch& l) {
   // The stream kernel reads whole BF16 rows; splits and slices stay with the cluster kernel.
   if (p.tokens < kFfnStreamTokens || p.branch_f32 || p.columns != kHidden)
     return launch(ffn_boundary_kernel<2, 512>, dim3(2 * p.tokens), dim3(512), 0, l, p);
-  return ffn_boundary_stream(p, l);
+  return boundary_stream(p, l);
 }
 
 int prepare_residual() {

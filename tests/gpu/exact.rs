@@ -338,7 +338,6 @@ fn columns_of_a_projection(
         out_f32: out_f32 as i32,
         tile_n: tile.1,
         tile_rows: tile.0,
-        planes: 1,
     };
     // SAFETY: as in `pack`.
     unsafe { bridge::pooler(&params, &launch(gpu, false)) }.expect("the projection");

@@ -45,8 +45,6 @@ const KEYS_PER_SPLIT: u64 = 64;
 const SHORT_PARTIAL_BYTES: u64 = 256 << 20;
 /// Query tokens of a tile of the verify kernel.
 const VERIFY_TOKENS: u32 = 8;
-/// K splits that `qkv_gate` and the pooler may take above 128 tokens: their FP32 partials are written and read again.
-const SPLITS: [u32; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 /// Keys, and query tokens, of a tile of the tiled attention kernel.
 const KEY_TILE: u64 = 128;
 const QUERY_TILE: u64 = 24;
@@ -92,8 +90,7 @@ fn skinny(tokens: u32, rows: u32, k: u32, splits: u32, out_f32: bool) -> DensePl
 }
 
 fn dense(tokens: u32, rows: u32, k: u32, out_f32: bool, sm_count: u32) -> DensePlan {
-    let splits = if out_f32 { &SPLITS[..] } else { &SPLITS[..1] };
-    let tile = tiles::choose(&Projection { rows, steps: k / 64, out_f32 }, tokens, splits, sm_count);
+    let tile = tiles::choose(&Projection { rows, steps: k / 64, out_f32 }, tokens, sm_count);
     DensePlan { row_begin: 0, rows, k, splits: tile.splits, tile_n: tile.tokens, tile_rows: tile.rows, out_f32 }
 }
 

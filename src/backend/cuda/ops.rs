@@ -82,7 +82,6 @@ impl Step<'_> {
             out_f32: d.out_f32 as i32,
             tile_n: d.tile_n as i32,
             tile_rows: d.tile_rows as i32,
-            planes: 1,
         }
     }
 

@@ -90,7 +90,6 @@ params! {
         out_f32: i32,
         tile_n: i32,
         tile_rows: i32,
-        planes: i32,
     }
     /// `msl::QkNormRopeAppendParams`.
     struct QkNormRopeAppendParams {

@@ -38,7 +38,7 @@ pub struct Tile {
 pub struct Projection {
     /// Weight rows.
     pub rows: u32,
-    /// k tiles of 64 in a row, times plane products.
+    /// k tiles of 64 in a row.
     pub steps: u32,
     /// FP32 output, which a consumer reads again; else BF16.
     pub out_f32: bool,
@@ -74,20 +74,22 @@ fn clocks(p: &Projection, tokens: u32, tile: (u32, u32), wide: bool, splits: u32
     waves * p.steps.div_ceil(splits) as f64 * step + output * (0.4 + 0.6 * waves) + read
 }
 
-/// The cheapest instance and one of `splits`.
-pub fn choose(p: &Projection, tokens: u32, splits: &[u32], sm_count: u32) -> Tile {
+/// The most K splits of an FP32 output: its partials are written and read again.
+const MAX_SPLITS: u32 = 8;
+
+/// The cheapest instance and splits.
+pub fn choose(p: &Projection, tokens: u32, sm_count: u32) -> Tile {
     let instances = WIDE.iter().map(|tile| (tile, true)).chain(TILED.iter().map(|tile| (tile, false)));
-    let first = splits[0];
-    let mut best = (f64::INFINITY, Tile { rows: 0, tokens: 0, splits: first });
+    let mut best = (f64::INFINITY, Tile { rows: 0, tokens: 0, splits: 1 });
     for (&tile, wide) in instances {
         // Rows that are no multiple of 64 have FP32 output only.
         if !p.rows.is_multiple_of(tile.0) || (!tile.0.is_multiple_of(64) && !p.out_f32) {
             continue;
         }
-        for &splits in splits {
+        for splits in 1..=if p.out_f32 { MAX_SPLITS } else { 1 } {
             // Of about the same cost, the fewer splits: they start fewer cold mainloops.
-            let more = (splits / first) as f64 - 1.0;
-            let cost = clocks(p, tokens, tile, wide, splits, sm_count) * (1.0 + 0.03 * more);
+            let more = 0.03 * (splits - 1) as f64;
+            let cost = clocks(p, tokens, tile, wide, splits, sm_count) * (1.0 + more);
             if cost < best.0 {
                 let (rows, tokens) = if wide { tile } else { (0, 0) };
                 best = (cost, Tile { rows, tokens, splits });
