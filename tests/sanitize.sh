@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# compute-sanitizer over the GPU test binary on small steps that together take the kernel forms of plans to 2100 tokens
-# (tests/gpu/layer.rs, small_step_*). One line a tool; a tool's whole report is kept where it found something.
+# compute-sanitizer over the GPU test binary on small steps and single operations that together launch every kernel, with its
+# tails (tests/gpu/sanitized.rs). One line a tool; a tool's whole report is kept where it found something.
 #
 #   tests/sanitize.sh [-t SECONDS] [BINARY] [TOOL...]
 #
@@ -77,17 +77,18 @@ all_explained() {
 check() {
   local tool=$1 log=$logs/$1.log began=$SECONDS options=() tests=() prints=100 passed summary failed=
   case $tool in
-    memcheck) tests=(layer::small_step_dependent) ;;
+    memcheck) tests=(sanitized::step_dependent sanitized::direct_) ;;
     # Kernel boundaries must be boundaries: racecheck has no notion of dependent launch. By far the slowest on long steps,
     # which it leaves out: every kernel that uses shared memory runs in the others too. The experts' kernels apart, in
     # three steps: their hazards fill the tool's table, and others would not be seen.
-    racecheck) tests=(layer::small_step_plain --skip prefill_333 --skip prefill_1100 --skip prefill_2100 --skip verify_long)
+    racecheck) tests=(sanitized::step_plain sanitized::direct_ --skip direct_experts --skip prefill_333 --skip prefill_1100
+      --skip prefill_2100 --skip verify_long)
       options=("$exclude" kernel_substring=pack_ "$exclude" kernel_substring=expert_gemm "$exclude" kernel_substring=expert_few) ;;
-    racecheck-experts) tests=(layer::small_step_plain::name_01 layer::small_step_plain::name_02 layer::small_step_plain::name_03)
+    racecheck-experts) tests=(sanitized::step_plain::name_01 sanitized::step_plain::name_02 sanitized::step_plain::name_03 sanitized::direct_experts)
       options=("$exclude" kernel_substring=pack_) tool=racecheck ;;
-    initcheck) tests=(layer::small_step_plain) options=(--show-backtrace device) prints=0 ;;
+    initcheck) tests=(sanitized::step_plain) options=(--show-backtrace device) prints=0 ;;
     # The kernels' barriers are PTX, which the tool does not count by itself.
-    synccheck) tests=(layer::small_step_dependent) options=("$exclude" kernel_substring=pack_ --num-cuda-barriers 64) ;;
+    synccheck) tests=(sanitized::step_dependent sanitized::direct_) options=("$exclude" kernel_substring=pack_ --num-cuda-barriers 64) ;;
     *)
       echo "sanitize: no tool called $tool" >&2
       return 2

@@ -1,8 +1,9 @@
 //! What can be exact is: packing and dequantisation of every code and scale, rounding to E4M3 at every boundary, top 8
 //! against brute force with ties, infinities and NaN. Single operations, by the bridge.
 
-use crate::harness::{floats, gpu, halves, words, Gpu};
+use crate::harness::{floats, gpu, halves, words};
 use crate::memory::Banded;
+use crate::single::{expert, launch, le, one_hot, pack, pack_projection, projection, put, Projected, DIM};
 use half::bf16;
 use muse_spark_layer::backend::cuda::bridge;
 use muse_spark_layer::backend::cuda::params::*;
@@ -12,103 +13,6 @@ use muse_spark_layer::routing::{self, ExpertLists};
 use muse_spark_layer::synthetic::Stream;
 use rstest::rstest;
 use std::ffi::c_void;
-
-const DIM: usize = 4096;
-
-fn launch(gpu: &Gpu, dependent: bool) -> Launch {
-    Launch { stream: std::ptr::null_mut(), sm_count: gpu.device.sm_count() as i32, dependent: dependent.into() }
-}
-
-fn le<T: Copy, const N: usize>(values: &[T], to: fn(T) -> [u8; N]) -> Vec<u8> {
-    values.iter().flat_map(|&v| to(v)).collect()
-}
-
-fn put(gpu: &Gpu, bytes: &[u8]) -> Banded {
-    Banded::of(&gpu.device, bytes)
-}
-
-/// The experts' column order (csrc/moe/nvfp4_layout.h): where natural column `k` is kept.
-fn position(k: usize) -> usize {
-    (k & !63) | (((k & 15) >> 2) * 16 + ((k & 63) >> 4) * 2 + (k & 1) + 8 * ((k & 3) >> 1))
-}
-
-/// An NVFP4 matrix of one or several experts, packed, and FP32 factors of its outputs.
-struct Packed {
-    weight: Banded,
-    scale: Banded,
-}
-
-fn pack(gpu: &Gpu, codes: &[u8], scales: &[u8], gs: &[f32], rows: usize) -> Packed {
-    let (swiglu, experts) = (rows == 2 * DIM, codes.len() / (rows * DIM / 2));
-    let (codes, block_scale) = (put(gpu, codes), put(gpu, scales));
-    let (global_scale, bad) = (put(gpu, &le(gs, f32::to_le_bytes)), put(gpu, &[0; 4]));
-    let weight = Banded::new(&gpu.device, (experts * (rows / 64) * (DIM / 64) * 2304) as u64);
-    let scale = Banded::new(&gpu.device, 32 * if swiglu { 8 } else { 4 }); // of all local experts
-    let params = PackExpertsParams {
-        codes: codes.ptr() as *const c_void,
-        block_scale: block_scale.ptr() as *const c_void,
-        global_scale: global_scale.ptr() as *const f32,
-        dst: weight.ptr() as *mut c_void,
-        scale: scale.ptr() as *mut f32,
-        bad_scale: bad.ptr() as *mut i32,
-        experts: experts as i32,
-        rows: rows as i32,
-        k: DIM as i32,
-        swiglu: swiglu.into(),
-        weight_kind: 0,
-        scales_per_expert: (gs.len() / experts) as i32,
-    };
-    let _current = gpu.device.make_current().expect("a context");
-    // SAFETY: memory of the sizes that params.h gives, alive until the read below has waited.
-    unsafe { bridge::pack_experts(&params, &launch(gpu, false)) }.expect("pack_experts");
-    assert_eq!(words(&bad.read()), [0], "no NaN scale");
-    weight.intact("packed", 0xFF);
-    Packed { weight, scale }
-}
-
-/// One expert's `w13` (8192 rows) or `w2` (4096 rows) on `x` `[routes, 4096]` (natural columns), as BF16.
-fn expert(gpu: &Gpu, matrix: &Packed, x: &[bf16], few: bool) -> Vec<f32> {
-    let routes = x.len() / DIM;
-    let swiglu = matrix.scale.read().len() == 256;
-    let mut ordered = vec![bf16::ZERO; x.len()];
-    for (from, to) in x.chunks_exact(DIM).zip(ordered.chunks_exact_mut(DIM)) {
-        (0..DIM).for_each(|k| to[position(k)] = from[k]);
-    }
-    // All routes are the first expert's; the others have none.
-    let offsets: Vec<i32> = (0..33).map(|e| if e == 0 { 0 } else { routes as i32 }).collect();
-    let (x, offsets) = (put(gpu, &le(&ordered, bf16::to_le_bytes)), put(gpu, &le(&offsets, i32::to_le_bytes)));
-    let out = Banded::new(&gpu.device, (routes * DIM * 2) as u64);
-    let params = ExpertGemmParams {
-        weight: matrix.weight.ptr() as *const c_void,
-        scale: matrix.scale.ptr() as *const f32,
-        x: x.ptr() as *const c_void,
-        out: out.ptr() as *mut c_void,
-        expert_offsets: offsets.ptr() as *const i32,
-        swiglu: swiglu.into(),
-        splits: 1,
-        few: few.into(),
-        route_bound: routes as i32,
-        max_routes_per_expert: routes as i32,
-        ..Default::default()
-    };
-    let _current = gpu.device.make_current().expect("a context");
-    let run = if swiglu { bridge::w13 } else { bridge::w2 };
-    // SAFETY: as in `pack`.
-    unsafe { run(&params, &launch(gpu, false)) }.expect("the expert");
-    let got: Vec<f32> = halves(&out.read()).iter().map(|v| v.to_f32()).collect();
-    out.intact("the expert's output", 0xFF);
-    if !swiglu {
-        return got;
-    }
-    got.chunks_exact(DIM).flat_map(|row| (0..DIM).map(|k| row[position(k)])).collect()
-}
-
-/// Rows of zeros with a one at each of `columns`.
-fn one_hot(columns: &[usize]) -> Vec<bf16> {
-    let mut x = vec![bf16::ZERO; columns.len() * DIM];
-    columns.iter().enumerate().for_each(|(r, k)| x[r * DIM + k] = bf16::ONE);
-    x
-}
 
 /// All 16 codes times all 254 scales that are numbers: a one in the input brings out one weight, exactly.
 #[rstest]
@@ -271,7 +175,8 @@ fn packing_a_projection_round_trips(
     #[values(1, 3)] splits: i32,
 ) {
     let Some(gpu) = gpu("exact::packing_a_projection_round_trips") else { return };
-    columns_of_a_projection(&gpu, &pack_projection(&gpu), shape.0, (0, shape.1), splits, true);
+    let of = Projected { tokens: shape.0, tile: (0, shape.1), splits, ..Projected::new(&gpu) };
+    projection(&gpu, &pack_projection(&gpu), of).run(&gpu);
 }
 
 /// The same of the wide kernel's tiles, both output types: less than a tile of tokens, a little more, and several a SM.
@@ -281,77 +186,8 @@ fn wide_projections_round_trip(#[values((1, false), (1, true), (3, true))] form:
     let (packed, (splits, out_f32)) = (pack_projection(&gpu), form);
     for (i, (rows, width)) in WIDE.into_iter().enumerate() {
         for tokens in [width as usize - 9, if i % 4 == 0 { 1999 } else { width as usize + 5 }] {
-            columns_of_a_projection(&gpu, &packed, tokens, (rows as i32, width as i32), splits, out_f32);
-        }
-    }
-}
-
-const PROJECTION: (usize, usize) = (2304, 1024);
-
-/// Random dense weights and their packed form.
-fn pack_projection(gpu: &Gpu) -> (Vec<bf16>, Banded) {
-    let (rows, k) = PROJECTION;
-    let random = Stream::new(3, "dense");
-    let source: Vec<bf16> = (0..rows * k).map(|i| bf16::from_f32(random.normal(i as u64))).collect();
-    let src = put(gpu, &le(&source, bf16::to_le_bytes));
-    let packed = Banded::new(&gpu.device, (rows * k * 2) as u64);
-    let params = PackDenseParams {
-        src: src.ptr() as *const c_void,
-        dst: packed.ptr() as *mut c_void,
-        rows: rows as i32,
-        k: k as i32,
-    };
-    let _current = gpu.device.make_current().expect("a context");
-    // SAFETY: as in `pack`.
-    unsafe { bridge::pack_dense(&params, &launch(gpu, false)) }.expect("pack_dense");
-    packed.intact("packed", 0xFF);
-    (source, packed)
-}
-
-/// `tile`: weight rows and tokens, as in `DenseParams`.
-fn columns_of_a_projection(
-    gpu: &Gpu,
-    (source, packed): &(Vec<bf16>, Banded),
-    tokens: usize,
-    tile: (i32, i32),
-    splits: i32,
-    out_f32: bool,
-) {
-    let (rows, k) = PROJECTION;
-    let _current = gpu.device.make_current().expect("a context");
-    let column = |t: usize| (t * 37 + 5) % k;
-    let mut x = vec![bf16::ZERO; tokens * k];
-    (0..tokens).for_each(|t| x[t * k + column(t)] = bf16::ONE);
-    let x = put(gpu, &le(&x, bf16::to_le_bytes));
-    let bytes = if out_f32 { 4 } else { 2 };
-    let out = Banded::new(&gpu.device, (splits as usize * tokens * rows * bytes) as u64);
-    let params = DenseParams {
-        weight: packed.ptr() as *const c_void,
-        x: x.ptr() as *const c_void,
-        out: out.ptr() as *mut c_void,
-        tokens: tokens as i32,
-        rows: rows as i32,
-        k: k as i32,
-        x_stride: k as i32,
-        out_stride: rows as i32,
-        splits,
-        out_f32: out_f32 as i32,
-        tile_n: tile.1,
-        tile_rows: tile.0,
-    };
-    // SAFETY: as in `pack`.
-    unsafe { bridge::pooler(&params, &launch(gpu, false)) }.expect("the projection");
-    let bits = out.read();
-    let parts = if out_f32 {
-        floats(&bits)
-    } else {
-        bits.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
-    };
-    out.intact("out", 0xFF);
-    for t in 0..tokens {
-        for r in 0..rows {
-            let got: f32 = (0..splits as usize).map(|s| parts[(s * tokens + t) * rows + r]).sum();
-            assert_eq!(got, source[r * k + column(t)].to_f32(), "{tile:?}, token {t}, row {r}");
+            let of = Projected { tokens, tile: (rows as i32, width as i32), splits, out_f32, ..Projected::new(&gpu) };
+            projection(&gpu, &packed, of).run(&gpu);
         }
     }
 }

@@ -1,12 +1,11 @@
 //! The whole layer against the CPU reference, and what callers may do with it.
 
-use crate::harness::{assert_rows, gpu, relative_l2, spec, step_key, DeviceStep, Gpu};
+use crate::harness::{assert_rows, gpu, relative_l2, spec, Gpu};
 use muse_spark_layer::backend::cpu::{CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
 use muse_spark_layer::weights::derived::residual_coefficients;
 use muse_spark_layer::{
-    Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, NamedTensors, PlanKey, QueryPrecision, Stream, Taps,
-    WeightKind,
+    Backend, DecoderLayer, LayerConfig, LayerKind, LayerWeights, NamedTensors, QueryPrecision, Taps, WeightKind,
 };
 use rstest::rstest;
 use std::sync::MutexGuard;
@@ -230,76 +229,4 @@ fn a_verify_block_is_its_decode_steps() {
         let out = gpu.cuda.forward_host(&one.view(), &mut cache.view(), &options).expect("forward");
         assert_rows("stream", &out.stream, &whole.stream[t * h..][..h], h, 3e-3);
     }
-}
-
-/// One step of few keys in device memory, scratch as allocated: every output is written, counters are left zero.
-/// What the sanitizers run (tests/sanitize.sh): few launches, and nothing poisoned, so that initcheck sees what
-/// a kernel reads and none wrote. Together the steps take the kernel forms of plans to 2100 tokens, with their tails.
-fn small_step(gpu: &Gpu, name: &str, dependent_launch: bool) {
-    let (batch, q_len, ctx, page_size) = match name {
-        "decode" => (8, 1, 70, 1),
-        "verify" => (3, 8, 100, 16),
-        "prefill" => (1, 65, 30, 64),
-        // One CTA or cluster for the token; as many splits as there can be.
-        "one-long" => (1, 1, 8200, 1),
-        // The other tile widths of the skinny projections, and of the clusters of the small kernels.
-        "decode-13" => (13, 1, 40, 1),
-        "decode-33" => (33, 1, 20, 16),
-        "decode-70" => (70, 1, 20, 1),
-        "decode-130" => (130, 1, 20, 256),
-        // More keys a split than the few-key kernel takes.
-        "verify-long" => (20, 8, 2100, 64),
-        // Neither a verify block nor tiled.
-        "block-3" => (5, 3, 50, 1),
-        // Tiled attention with a join, tiled projections; lists in launches of their own; rows as a stream.
-        "prefill-333" => (2, 333, 500, 16),
-        "prefill-1100" => (1, 1100, 0, 1),
-        "prefill-2100" => (1, 2100, 100, 1),
-        other => panic!("no small step called {other}"),
-    };
-    let kind = if batch == 1 && q_len == 1 { LayerKind::Full } else { LayerKind::Sliding };
-    let step = gpu.step(&StepSpec { page_size, ..StepSpec::new(batch, q_len, ctx, kind) }, 71);
-    let on = DeviceStep::new(gpu, &step);
-    let plan = gpu.plan(PlanKey { dependent_launch, ..step_key(&step, kind) });
-    let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
-    gpu.forward(&plan, &mut workspace, &on, Stream::LEGACY);
-    gpu.device.synchronize().expect("the step");
-    for (bytes, what) in on.results().iter().zip(["hidden", "stream", "topk_ids"]) {
-        assert!(bytes.chunks_exact(4).all(|word| word != [0xFF; 4]), "{what} has words that nothing wrote");
-    }
-    assert!(workspace.control(&gpu.device).expect("the control block").iter().all(|w| *w == 0), "counters left zero");
-}
-
-macro_rules! small_steps {
-    ($(#[$doc:meta])* fn $test:ident(dependent_launch: $dependent:literal)) => {
-        $(#[$doc])*
-        #[rstest]
-        fn $test(
-            #[values(
-                "decode",
-                "verify",
-                "prefill",
-                "one-long",
-                "decode-13",
-                "decode-33",
-                "decode-70",
-                "decode-130",
-                "verify-long",
-                "block-3",
-                "prefill-333",
-                "prefill-1100",
-                "prefill-2100"
-            )]
-            name: &str,
-        ) {
-            let Some(gpu) = gpu(concat!("layer::", stringify!($test))) else { return };
-            small_step(&gpu, name, $dependent);
-        }
-    };
-}
-
-small_steps! { fn small_step_dependent(dependent_launch: true) }
-small_steps! {
-    /// Without dependent launch: racecheck takes a kernel that starts before its predecessor ended for a race.
-    fn small_step_plain(dependent_launch: false)
 }

@@ -26,6 +26,8 @@ mod operations;
 mod peers;
 mod properties;
 mod routes;
+mod sanitized;
+mod single;
 mod soak;
 mod speed;
 mod stack;
