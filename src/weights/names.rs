@@ -16,13 +16,13 @@ pub struct Spec {
     pub optional: bool,
 }
 
-const BF16: &[DType] = &[DType::Bf16];
-const F32: &[DType] = &[DType::F32];
+pub(crate) const BF16: &[DType] = &[DType::Bf16];
+pub(crate) const F32: &[DType] = &[DType::F32];
 /// Norm weights and gates: BF16 in the release, FP32 taken as it is.
-const VECTOR: &[DType] = &[DType::Bf16, DType::F32];
+pub(crate) const VECTOR: &[DType] = &[DType::Bf16, DType::F32];
 /// Codes and block scales are bytes; a file may say so or name the format.
-const CODES: &[DType] = &[DType::U8];
-const SCALES: &[DType] = &[DType::E4m3, DType::U8];
+pub(crate) const CODES: &[DType] = &[DType::U8];
+pub(crate) const SCALES: &[DType] = &[DType::E4m3, DType::U8];
 
 /// Every tensor of a layer of `config`, in the order of the dataflow.
 pub fn specs(config: &LayerConfig) -> Vec<Spec> {

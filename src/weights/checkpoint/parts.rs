@@ -4,6 +4,7 @@ use super::{fault, files, Checkpoint, Entry};
 use crate::config::{LayerConfig, WeightKind};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, HostTensor, NamedTensors};
+use crate::weights::names::{BF16, CODES, F32, SCALES, VECTOR};
 use crate::weights::pieces::Pieces;
 use crate::weights::{nvfp4, safetensors};
 use rayon::prelude::*;
@@ -12,11 +13,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
-const BF16: &[DType] = &[DType::Bf16];
-const F32: &[DType] = &[DType::F32];
-const VECTOR: &[DType] = &[DType::Bf16, DType::F32];
-const CODES: &[DType] = &[DType::U8];
-const SCALES: &[DType] = &[DType::E4m3, DType::U8];
 /// Tensors of a layer that the layer has no use for: scales of quantised activations (the experts'
 /// activations stay BF16) and of a cache (the caller brings its own).
 const UNUSED: [&str; 3] = ["input_scale", ".k_scale", ".v_scale"];

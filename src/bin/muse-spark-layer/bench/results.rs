@@ -111,7 +111,7 @@ pub fn geometric_means(cases: &[CaseResult]) -> Vec<Mean> {
 }
 
 /// A recorded document.
-pub fn load(path: &Path) -> Result<Report> {
+pub fn load<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::File { path: path.into(), source })?;
     serde_json::from_str(&text).map_err(|e| Error::Format { path: path.into(), problem: e.to_string() })
 }

@@ -1,7 +1,7 @@
 //! What the pictures show, from recorded documents or from a run.
 
 use crate::bench::results::{self, CaseResult, Report};
-use muse_spark_layer::{Error, Result};
+use muse_spark_layer::Result;
 use serde::Deserialize;
 use std::path::Path;
 
@@ -76,18 +76,13 @@ impl Checked {
     }
 }
 
-fn read<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T> {
-    let text = std::fs::read_to_string(path).map_err(|source| Error::File { path: path.into(), source })?;
-    serde_json::from_str(&text).map_err(|e| Error::Format { path: path.into(), problem: e.to_string() })
-}
-
 impl Data {
     /// The documents of `benches/results`: the judge's, `bench --record`'s, `check --json`'s and SGLang's times.
     pub fn recorded(folder: &Path) -> Result<Data> {
-        let judge: Judge = read(&folder.join("h200-judge.json"))?;
-        let peer: Peer = read(&folder.join("h200-sglang.json"))?;
-        let bench = results::load(&folder.join("h200-bench.json"))?;
-        let checked: Checked = read(&folder.join("h200-check.json"))?;
+        let judge: Judge = results::load(&folder.join("h200-judge.json"))?;
+        let peer: Peer = results::load(&folder.join("h200-sglang.json"))?;
+        let bench: Report = results::load(&folder.join("h200-bench.json"))?;
+        let checked: Checked = results::load(&folder.join("h200-check.json"))?;
         let timed = judge.timed.into_iter().map(|t| Timed { case: t.case, us: t.us, floor_us: t.sol_us }).collect();
         Ok(Data {
             device: judge.machine.name,
