@@ -426,3 +426,41 @@ fn faults_name_tests_that_exist() {
     }
     assert!(seen > 70, "only {seen} tests named");
 }
+
+/// Tests that pages name beside those of faults.md: `layer::whole`, `gpu::layer::whole`, `cpu_layer::x`, `layer::*`.
+#[test]
+fn tests_that_are_named_exist() {
+    let mut seen = 0;
+    for page in ["docs/testing.md", "docs/lessons.md", "docs/performance.md", "CONTRIBUTING.md", "README.md"] {
+        for span in code_spans(&read(page)) {
+            let parts: Vec<&str> = span.trim_start_matches("gpu::").split("::").collect();
+            let file = ["tests/gpu", "tests", "tests/checkpoint"].map(|folder| format!("{folder}/{}.rs", parts[0]));
+            let Some(file) = file.iter().find(|file| root().join(file).exists()) else { continue };
+            let name = parts.last().unwrap().trim_end_matches('*');
+            if parts.len() == 2 {
+                let source = read(file);
+                let found = name.is_empty() || source.contains(&format!("fn {name}"));
+                assert!(found || source.contains(&format!("pairwise!({name},")), "{page}: {span} is not in {file}");
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 150, "only {seen} tests named");
+}
+
+/// A row that is wider than its table's head is cut when a page is shown.
+#[test]
+fn tables_are_rectangular() {
+    for page in pages() {
+        let text = read(&page);
+        let mut head = None;
+        for (i, line) in text.lines().enumerate() {
+            if !line.starts_with('|') {
+                head = None;
+                continue;
+            }
+            let columns = line.matches('|').count() - line.matches("\\|").count();
+            assert_eq!(*head.get_or_insert(columns), columns, "{page}, line {}: {line}", i + 1);
+        }
+    }
+}
