@@ -86,12 +86,11 @@ __device__ __forceinline__ void produce_weights(const GemmArgs& a, Shared<C>& s,
   constexpr int kBytes = tile_bytes(kKind);
   constexpr int64_t kRowTile = int64_t(kExpertDim / kTileK) * kBytes;
   Place<C> at(s, ring);
-  int i = 0;
   for (int n = 0; n < s.mine; n++) {
-    const Item item = decode_item<C>(s, n, i, a);
+    const Item item = item_at<C>(s, n);
     const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
     const uint32_t bytes = tiles * kBytes, total = item.height * bytes, offset = tiles * token_rows(width) * 128;
-    const uint64_t policy = s.lists.count[i] > C::kMaxN ? kEvictNormal : kEvictFirst;
+    const uint64_t policy = item.shared ? kEvictNormal : kEvictFirst;
     const uint8_t* src = static_cast<const uint8_t*>(a.p.weight) + (int64_t(item.expert) * a.blocks + item.block) * kRowTile +
                          item.k * kBytes;
 #pragma unroll 1
@@ -112,12 +111,12 @@ __device__ __forceinline__ void produce_weights(const GemmArgs& a, Shared<C>& s,
 template <class C, int kKind>
 __device__ __forceinline__ void produce_tokens(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
   Place<C> at(s, ring);
-  int i = 0;
   for (int n = 0; n < s.mine; n++) {
-    const Item item = decode_item<C>(s, n, i, a);
+    const Item item = item_at<C>(s, n);
     const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
     const int rows = token_rows(item.tokens), tile_bytes = token_rows(width) * 128;
     int k = item.k;
+    if (C::kCarry && item.resumes) await_sums<C>(a.p);
 #pragma unroll 1
     for (int stages = item.k_tiles / tiles; stages > 0; stages--, k += tiles) {
       wait_at(at.empty + at.slot * 8, at.phase ^ 1);
@@ -297,6 +296,7 @@ __device__ __forceinline__ void consume_item(const GemmArgs& a, Place<C>& at, co
   const float scale = scales[0], up_scale = a.p.swiglu ? scales[1] : 0.0f;
   float acc[N / 2];
   if constexpr (C::kCarry) {
+    wait_at(at.full + at.slot * 8, at.phase);
     begin_sums<C, N>(a.p, row_group, item.resumes, acc);
   } else {
 #pragma unroll
@@ -312,9 +312,8 @@ __device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t
   static_assert(widths_are_there<C>());
   const int row_group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   Place<C> at(s, ring);
-  int i = 0;
   for (int n = 0; n < s.mine; n++) {
-    const Item item = decode_item<C>(s, n, i, a);
+    const Item item = item_at<C>(s, n);
 #define MSL_WIDTH(N)                                                                                    \
   case N:                                                                                               \
     if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, at, item, row_group); \
@@ -336,6 +335,8 @@ __global__ void __launch_bounds__(C::kBlockThreads, 1) expert_gemm_kernel(const 
     __syncwarp();
     if (lane == 0) size_ring<C, kKind>(s);
     divide<C>(s, a);
+    __syncwarp();
+    list_items<C>(s, a);
   } else if (warp == 1 && lane == 0) {
     for (int i = 0; i < C::kMaxSlots; i++) {
       mbar_init(&s.full[i], 2);  // weights and tokens
@@ -367,7 +368,10 @@ int launch_config(const GemmArgs& a, const Launch& l) {
   // A CTA a multiprocessor, and no more than there can be items.
   const int64_t chunks = int64_t(a.p.route_bound) < kLocalExperts ? a.p.route_bound : kLocalExperts + a.p.route_bound / C::kMaxN;
   const int64_t most = chunks * a.blocks * a.p.splits;
-  const dim3 grid(static_cast<unsigned>(most < l.sm_count ? most : l.sm_count));
+  // More on few multiprocessors, where a CTA's list would not hold its items.
+  const int64_t rounds = most / C::kRowGroups / (int64_t(l.sm_count) * (C::kItems - 2)) + 1;
+  const int64_t ctas = rounds * l.sm_count;
+  const dim3 grid(static_cast<unsigned>(most < ctas ? most : ctas));
   return launch(expert_gemm_kernel<C, kKind>, grid, dim3(C::kBlockThreads), C::kSharedBytes, l, a);
 }
 template <class C, int kKind>

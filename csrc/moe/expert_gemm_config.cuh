@@ -16,6 +16,7 @@ struct GemmConfig {
   static constexpr int kConsumerRegisters = kRowGroups == 2 ? 232 : 112;
   static constexpr int kProducerRegisters = kRowGroups == 2 ? 40 : 32;
   static constexpr int kMaxSlots = 12;
+  static constexpr int kItems = 160;                  // that a CTA may have
   static constexpr int kSharedBytes = 1024 + kRingBytes;
 
   // The main loop ends each turn with all products done. Otherwise some are in flight from one turn to the next: one to
@@ -36,13 +37,14 @@ struct GemmConfig {
   }
 
   // CTAs may get equal runs of steps of so many k tiles (expert_walk.cuh).
-  static constexpr bool kCarry = kRowGroups > 2 && kMaxN <= 64;
+  static constexpr bool kCarry = kRowGroups > 2;
   static constexpr int kStepTiles = 4;
   static constexpr int kSteps = 64 / kStepTiles;  // of a unit
   // What a step costs at this width. Steeper than the tiles' own times, since CTAs with few tokens get the bytes that those
   // with many leave: w13 and w2 with 160 routes on 12 experts take 94 us, with 326 on 14 125; with 12 + width / 8 100
   // and 130, with 5 + width / 8 94 and 129.
-  MSL_HD static constexpr int step_cost(int width) { return 7 + width / 8; }
+  static constexpr int kStepBase = 7;
+  MSL_HD static constexpr int step_cost(int base, int width) { return base + width / 8; }
 };
 
 // Token rows that come for `tokens` tokens (or that a stage of that width has room for): boxes of 8 rows up to 32,

@@ -30,7 +30,7 @@ struct Shared {
   int mine;          // items of this CTA
   int carry;         // in equal runs: this CTA's is run[0] to run[1]
   Position run[2];
-  int place;         // its place in the list of experts
+  uint4 items[C::kItems];
   int slot_bytes, slots;
 };
 
@@ -53,10 +53,12 @@ __device__ __forceinline__ bool cut_runs(Shared<C>& s, const GemmArgs& a) {
   if (s.lists.total < grid) return false;
   const int count = s.lists.count[lane], chunks = (count + C::kMaxN - 1) / C::kMaxN;
   int full, last, block, mine, end, total;
-  for (bool weighted = true;; weighted = false) {
-    // Of a chunk of kMaxN tokens, of the last one, of a block's chunks, of all blocks.
-    full = C::kSteps * (weighted ? C::step_cost(C::kMaxN) : 1);
-    last = C::kSteps * (weighted ? C::step_cost(C::width(max(count - (chunks - 1) * C::kMaxN, 1))) : 1);
+  for (int base = C::kStepBase;; base *= 2) {
+    // Of a chunk of kMaxN tokens, of the last one, of a block's chunks, of all blocks. The tokens count for less, at last for
+    // nothing, until no run lies inside a unit.
+    const bool even = base > 64;
+    full = C::kSteps * (even ? 1 : C::step_cost(base, C::kMaxN));
+    last = C::kSteps * (even ? 1 : C::step_cost(base, C::width(max(count - (chunks - 1) * C::kMaxN, 1))));
     block = count == 0 ? 0 : (chunks - 1) * full + last;
     mine = block * (a.blocks / C::kRowGroups);
     end = mine;
@@ -66,9 +68,9 @@ __device__ __forceinline__ bool cut_runs(Shared<C>& s, const GemmArgs& a) {
       if (lane >= d) end += before;
     }
     total = __shfl_sync(~0u, end, 31);
-    // No run may lie inside a unit.
-    if (!weighted || total / grid >= __reduce_max_sync(~0u, count == 0 ? 0 : chunks > 1 ? full : last)) break;
+    if (even || total / grid >= __reduce_max_sync(~0u, count == 0 ? 0 : chunks > 1 ? full : last)) break;
   }
+  if (total / grid / __reduce_min_sync(~0u, count == 0 ? total : last) > C::kItems - 3) return false;
 #pragma unroll
   for (int side = 0; side < 2; side++) {
     const int at = total * (static_cast<int>(blockIdx.x) + side) / grid;
@@ -78,7 +80,6 @@ __device__ __forceinline__ bool cut_runs(Shared<C>& s, const GemmArgs& a) {
       rest -= blocks * block;
       const int chunk = min(rest / full, chunks - 1), unit = s.lists.prefix[lane] + blocks * chunks + chunk;
       s.run[side] = {unit, (rest - chunk * full) * C::kSteps / (chunk == chunks - 1 ? last : full)};
-      if (side == 0) s.place = lane;
     }
     if (at == total && lane == 0) s.run[side] = {s.lists.total, 0};
   }
@@ -118,45 +119,59 @@ struct Item : Unit {  // `block`: the first row tile
   int k, k_tiles;     // the first k tile, and how many
   bool resumes;       // from the previous CTA's sums
   bool hands_over;    // its sums to the next CTA
+  bool shared;        // its expert has more chunks, which read the same weights
 };
 
-// The CTA's n-th item; `i`: the caller's place in the list of experts. One way through for both ways to share out: from
-// two of them the compiler took all that the main loops carry for different in each lane, and moved it to a
-// uniform register before every copy and every wgmma (15 to 20% slower).
+// All of the CTA's items, by a warp, an item a lane: working one out takes a walker some 1600 clocks of divisions and
+// dependent loads, in which nothing else happens. One way through for both ways to share out, and a plain load
+// for those that walk: from two ways, or a word that they spin on, the compiler takes all that the main loops carry
+// for different in each lane, and moves it to a uniform register before every copy and every wgmma (15 to 20% slower).
 template <class C>
-__device__ __forceinline__ Item decode_item(const Shared<C>& s, int n, int& i, const GemmArgs& a) {
-  int u, part = 0, cut = 0, begin = 0, end = C::kSteps;
-  if (C::kCarry && s.carry) {
-    // The beginning of the last unit, the units between, what is left of the first.
-    const Position first = s.run[0], last = s.run[1];
-    const int head = last.step > 0;
-    u = head && n == 0 ? last.unit : n == s.mine - 1 ? first.unit : first.unit + n + 1 - head;
-    if (head && n == 0) end = last.step;
-    else if (n == s.mine - 1) begin = first.step;
-    i = s.place;
-  } else {
-    u = static_cast<int>(blockIdx.x) + n * static_cast<int>(gridDim.x);
-    if (u >= s.whole) {
-      cut = s.cut;
-      const int j = u - s.whole;
-      u = s.whole + (j >> cut);
-      part = j & ((1 << cut) - 1);
+__device__ __forceinline__ void list_items(Shared<C>& s, const GemmArgs& a) {
+#pragma unroll 1
+  for (int n = threadIdx.x & 31; n < s.mine; n += 32) {
+    int u, part = 0, cut = 0, begin = 0, end = C::kSteps;
+    if (C::kCarry && s.carry) {
+      // The beginning of the last unit, the units between, what is left of the first.
+      const Position first = s.run[0], last = s.run[1];
+      const int head = last.step > 0;
+      u = head && n == 0 ? last.unit : n == s.mine - 1 ? first.unit : first.unit + n + 1 - head;
+      if (head && n == 0) end = last.step;
+      else if (n == s.mine - 1) begin = first.step;
+    } else {
+      u = static_cast<int>(blockIdx.x) + n * static_cast<int>(gridDim.x);
+      if (u >= s.whole) {
+        cut = s.cut;
+        const int j = u - s.whole;
+        u = s.whole + (j >> cut);
+        part = j & ((1 << cut) - 1);
+      }
     }
+    int i = 0;
+#pragma unroll
+    for (int e = 1; e < kLocalExperts; e++) i += u >= s.lists.prefix[e];
+    const Unit unit = decode_unit<C::kMaxN, C::kCarry>(s.lists, u, i, a.blocks / C::kRowGroups, a.p.splits);
+    const int height = C::kRowGroups >> cut, all = kExpertDim / kTileK / a.p.splits;
+    const int k_tiles = C::kCarry && s.carry ? (end - begin) * C::kStepTiles : all;
+    s.items[n] = make_uint4(unit.row, unit.expert | unit.tokens << 8 | (unit.block * C::kRowGroups + part * height) << 20,
+                            (unit.split * all + begin * C::kStepTiles) | k_tiles << 8 | height << 16 | unit.split << 20,
+                            (begin > 0 ? 1 : 0) | (end < C::kSteps ? 2 : 0) | (s.lists.count[i] > C::kMaxN ? 4 : 0));
   }
+}
+template <class C>
+__device__ __forceinline__ Item item_at(const Shared<C>& s, int n) {
+  const uint4 w = s.items[n];
   Item item;
-  static_cast<Unit&>(item) = decode_unit<C::kMaxN, C::kCarry>(s.lists, u, i, a.blocks / C::kRowGroups, a.p.splits);
-  item.height = C::kRowGroups >> cut;
-  item.block = item.block * C::kRowGroups + part * item.height;
-  item.k_tiles = kExpertDim / kTileK / a.p.splits;
-  item.k = item.split * item.k_tiles + begin * C::kStepTiles;
-  if (C::kCarry && s.carry) item.k_tiles = (end - begin) * C::kStepTiles;
-  item.resumes = begin > 0;
-  item.hands_over = end < C::kSteps;
+  item.row = w.x;
+  item.expert = w.y & 255, item.tokens = w.y >> 8 & 4095, item.block = w.y >> 20;
+  item.k = w.z & 255, item.k_tiles = w.z >> 8 & 255, item.height = w.z >> 16 & 15, item.split = w.z >> 20;
+  item.resumes = w.w & 1, item.hands_over = w.w & 2, item.shared = w.w & 4;
   return item;
 }
 
-// A warpgroup's sums, to the CTA after this one and from the one before: a flag a warp, set by the giver and cleared by
-// the taker.
+// A warpgroup's sums, to the CTA after this one and from the one before. A word counts the warps that have given theirs; the
+// taker's tokens' thread waits for all of them before the item's first stage, so no consumer spins on it, and
+// clears it.
 template <class C>
 __device__ __forceinline__ float4* carried(const ExpertGemmParams& p, int cta, int row_group) {
   return reinterpret_cast<float4*>(p.carry) + (cta * C::kRowGroups + row_group) * (C::kMaxN / 8) * kThreads + (threadIdx.x & 127);
@@ -168,23 +183,20 @@ __device__ __forceinline__ void give_sums(const ExpertGemmParams& p, int row_gro
   for (int j = 0; j < N / 8; j++) __stcg(to + j * kThreads, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
   __syncwarp();
   if ((threadIdx.x & 31) == 0)
-    asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(p.carry_flags + blockIdx.x), "r"(1u << (threadIdx.x >> 5)) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.carry_flags + blockIdx.x) : "memory");
 }
-// acc = 0, or the sums of the CTA before.
+template <class C>
+__device__ __forceinline__ void await_sums(const ExpertGemmParams& p) {
+  uint32_t* given = p.carry_flags + blockIdx.x - 1;
+  uint32_t warps;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(warps) : "l"(given) : "memory");
+  } while (warps != C::kConsumers / 32);
+  asm volatile("st.relaxed.gpu.global.b32 [%0], 0;" ::"l"(given) : "memory");
+}
+// acc = 0, or the sums of the CTA before, once the item's first stage is there.
 template <class C, int N>
 __device__ __forceinline__ void begin_sums(const ExpertGemmParams& p, int row_group, bool resumes, float (&acc)[N / 2]) {
-  if (resumes) {
-    const uint32_t bit = 1u << (threadIdx.x >> 5);
-    uint32_t* flags = p.carry_flags + blockIdx.x - 1;
-    if ((threadIdx.x & 31) == 0) {
-      uint32_t set;
-      do {
-        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(set) : "l"(flags) : "memory");
-      } while (!(set & bit));
-      asm volatile("red.relaxed.gpu.global.and.b32 [%0], %1;" ::"l"(flags), "r"(~bit) : "memory");
-    }
-    __syncwarp();
-  }
   const float4* from = carried<C>(p, static_cast<int>(blockIdx.x) - 1, row_group);
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
