@@ -48,14 +48,13 @@ __device__ __forceinline__ void build_lists(Lists& lists, const ExpertGemmParams
 }
 
 // Unit u: (expert, chunk of its tokens, row block of `blocks`, K split), the last varying fastest, or the chunk fastest of
-// all; `i` is the caller's place in the list, which only moves forward.
-template <int kMaxN, bool kChunkFastest>
-__device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int& i, int blocks, int splits) {
-  while (u >= lists.prefix[i + 1]) i++;
+// all; `i`: the expert's place in the list.
+template <int kMaxN>
+__device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int i, int blocks, int splits, bool chunk_fastest) {
   const int per_chunk = blocks * splits;
   const int local = u - lists.prefix[i];
   int chunk, rest;
-  if constexpr (kChunkFastest) {
+  if (chunk_fastest) {
     const int chunks = (lists.count[i] + kMaxN - 1) / kMaxN;
     rest = local / chunks, chunk = local - rest * chunks;
   } else {

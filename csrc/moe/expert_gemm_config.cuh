@@ -43,7 +43,7 @@ struct GemmConfig {
   // What a step costs at this width. Steeper than the tiles' own times, since CTAs with few tokens get the bytes that those
   // with many leave: w13 and w2 with 160 routes on 12 experts take 94 us, with 326 on 14 125; with 12 + width / 8 100
   // and 130, with 5 + width / 8 94 and 129.
-  static constexpr int kStepBase = 7;
+  static constexpr int kStepBase = kMaxN > 64 ? 8 : 7;
   MSL_HD static constexpr int step_cost(int base, int width) { return base + width / 8; }
 };
 
