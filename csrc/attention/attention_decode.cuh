@@ -51,12 +51,6 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1,
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Transposes an 8 x 8 matrix of halves held as accumulators hold it (row g, columns 2 c and 2 c + 1).
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
-  uint32_t r;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-  return r;
-}
 
 // Where the 16-byte piece `piece` of row `key` stands in a chunk: K so that 8 lanes reading one 64-byte
 // half of two keys, V so that 16 lanes reading 32 bytes of four even or odd keys, meet no bank twice.

@@ -41,10 +41,6 @@ __device__ __forceinline__ bool mbar_try_wait(uint64_t* bar, uint32_t parity) {
 __device__ __forceinline__ void mbar_wait(uint64_t* bar, uint32_t parity) {
   while (!mbar_try_wait(bar, parity)) {}
 }
-// cp.async of this thread counts as one arrival on `bar` when all its earlier copies have landed.
-__device__ __forceinline__ void cp_async_mbar_arrive(uint64_t* bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_u32(bar)) : "memory");
-}
 
 // --- copies --------------------------------------------------------------------------------------
 // L2 policies as the copy engine takes them.
@@ -75,6 +71,15 @@ __device__ __forceinline__ void tma_load_2d_multicast(void* dst, const CUtensorM
       " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(smem_u32(dst)), "l"(map), "r"(smem_u32(bar)), "r"(x), "r"(y),
       "h"(mask), "l"(policy) : "memory");
 }
+// 2-D tensor store, shared -> global memory, in this thread's bulk group; rows past the matrix are dropped.
+__device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, const void* src, int32_t x, int32_t y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(smem_u32(src)), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// This thread's bulk stores have read their source; or are complete.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -111,6 +116,24 @@ __device__ __forceinline__ uint64_t desc_sw128(const void* tile) {
 // Byte offset of element (row, col) in such a tile (col < 64).
 __device__ __host__ __forceinline__ constexpr uint32_t sw128_offset(uint32_t row, uint32_t col) {
   return row * 128 + (((col >> 3) ^ (row & 7)) << 4) + (col & 7) * 2;
+}
+
+// --- fragments of 16-bit elements ------------------------------------------------------------------
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+// Transposes an 8 x 8 matrix held as accumulators hold it (row g, columns 2 c and 2 c + 1). Volatile: all lanes take part,
+// so it may not move into a branch.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
+}
+// Four 8 x 8 matrices from their fragments; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(void* row, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_u32(row)), "r"(v[0]),
+               "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {

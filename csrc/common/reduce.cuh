@@ -1,7 +1,7 @@
 // Sums across a warp, a block and a cluster, in an order that depends on nothing but the launch shape:
 // the same inputs give the same bits. No float atomics anywhere.
 #pragma once
-#include "ptx.cuh"
+#include "cluster.cuh"
 
 namespace msl {
 
@@ -43,31 +43,6 @@ __device__ __forceinline__ float block_sum(float v, float* scratch) {
   __syncthreads();
   const int lane = threadIdx.x & 31;
   return warp_sum(lane < kWarps ? scratch[lane] : 0.0f);
-}
-
-// --- clusters --------------------------------------------------------------------------------------
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-// Orders no memory by itself: for barriers that were initialised and fenced by mbar_init_fence().
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// The address of `local` (shared memory of this CTA) in the CTA of that rank.
-__device__ __forceinline__ uint32_t cluster_map(const void* local, uint32_t rank) {
-  uint32_t a;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(smem_u32(local)), "r"(rank));
-  return a;
-}
-// 16 bytes into another CTA's shared memory; completes on a barrier of that CTA.
-__device__ __forceinline__ void store_remote(uint32_t dst, float4 v, uint32_t bar) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(dst),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar) : "memory");
-}
-__device__ __forceinline__ void store_remote_word(uint32_t dst, uint32_t v, uint32_t bar) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(dst), "r"(v), "r"(bar)
-               : "memory");
 }
 
 // Four sums at once over the kCtas * kThreads threads of a cluster, kRounds times a kernel. A round is one

@@ -40,11 +40,6 @@ __device__ __forceinline__ GridWork grid_work(const GridArgs& a, int item) {
   return w;
 }
 
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // Transposes 4 x 4 words over a quad: lane c ends with what lanes 0, 1, 2 and 3 had in v[c].
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
   const bool o1 = threadIdx.x & 1, o2 = threadIdx.x & 2;

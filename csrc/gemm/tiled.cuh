@@ -29,8 +29,8 @@
 //
 // Shared memory: the ring and the staging; at 256 rows 4 stages of 48 KB, or 3 and the staging. One CTA an SM.
 #pragma once
+#include "../common/cluster.cuh"
 #include "../common/wgmma.cuh"
-#include "cluster.cuh"
 #include "dense_grid.cuh"
 
 namespace msl {
@@ -208,7 +208,7 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
         for (int j = 0; j < kRows / 8; j += 2) {
           uint32_t v[4];
 #pragma unroll
-          for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[0][4 * j + 2 * i], acc[0][4 * j + 2 * i + 1]);
+          for (int i = 0; i < 4; i++) v[i] = pack_bf16(acc[0][4 * j + 2 * i], acc[0][4 * j + 2 * i + 1]);
           store_matrix_x4(p + (j / 8) * kTileBytes + ((chunk ^ (j % 8)) << 4), v);
         }
         fence_proxy_async();
@@ -237,7 +237,7 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
             for (int j = 0; j < kRows / 8; j += 4) {
               uint32_t v[4];
 #pragma unroll
-              for (int i = 0; i < 4; i++) v[i] = bf16_pair(acc[m][4 * (j + i) + 2 * h], acc[m][4 * (j + i) + 2 * h + 1]);
+              for (int i = 0; i < 4; i++) v[i] = pack_bf16(acc[m][4 * (j + i) + 2 * h], acc[m][4 * (j + i) + 2 * h + 1]);
               transpose_quad(v);  // lane c: the eight columns of tile j + c
               if (valid) *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(v[0], v[1], v[2], v[3]);
             }

@@ -33,12 +33,6 @@ struct WideConfig {
   static_assert(kStages >= 3 && kN % 8 == 0 && kMT * kN <= 384);
 };
 
-__device__ __forceinline__ uint32_t transposed_8x8(uint32_t v) {
-  uint32_t r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-  return r;
-}
-
 // One m-tile's accumulators: acc[4 j + 2 h + e] is weight row 16 w + g + 8 h, token 8 j + 2 c + e.
 template <int kN>
 __device__ __forceinline__ void store_f32(const float (&acc)[kN / 2], float* out, int first, const GridArgs& a) {
@@ -63,7 +57,7 @@ __device__ __forceinline__ void store_bf16(const float (&acc)[kN / 2], __nv_bflo
     for (int i = 0; i < 4; i++)
       if (j + i / 2 < kN / 8) {
         const float* x = &acc[4 * (j + i / 2) + 2 * (i % 2)];
-        v[i] = transposed_8x8(bf16_pair(x[0], x[1]));
+        v[i] = transpose_8x8(pack_bf16(x[0], x[1]));
       }
     transpose_quad(v);  // lane c: all eight rows of v[c]
     const int t = first + 8 * (j + c / 2) + g;
