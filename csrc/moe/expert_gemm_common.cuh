@@ -47,19 +47,13 @@ __device__ __forceinline__ void build_lists(Lists& lists, const ExpertGemmParams
   if (rank == 31) lists.prefix[32] = lists.total = before + units;
 }
 
-// Unit u: (expert, chunk of its tokens, row block of `blocks`, K split), the last varying fastest, or the chunk fastest of
-// all; `i`: the expert's place in the list.
+// Unit u, of the expert at place i of the list: (chunk of its tokens, row block of `blocks`, K split), the last varying
+// fastest.
 template <int kMaxN>
-__device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int i, int blocks, int splits, bool chunk_fastest) {
+__device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int i, int blocks, int splits) {
   const int per_chunk = blocks * splits;
   const int local = u - lists.prefix[i];
-  int chunk, rest;
-  if (chunk_fastest) {
-    const int chunks = (lists.count[i] + kMaxN - 1) / kMaxN;
-    rest = local / chunks, chunk = local - rest * chunks;
-  } else {
-    chunk = local / per_chunk, rest = local - chunk * per_chunk;
-  }
+  const int chunk = local / per_chunk, rest = local - chunk * per_chunk;
   Unit unit;
   unit.expert = lists.expert[i];
   unit.row = lists.row[i] + chunk * kMaxN;

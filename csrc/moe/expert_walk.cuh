@@ -5,8 +5,10 @@
 //   In waves: CTA b takes units b, b + gridDim.x, ...; the last wave's units are cut into halves or quarters of
 //   their row tiles where that fills it.
 //
-//   In equal runs (`carry`, where there are at least as many units as CTAs): CTA b takes the b-th part of all k steps,
-//   so that all end together. Where a run ends inside a unit, the CTA does that unit's beginning first of all its
+//   Waves, then equal runs (`carry`, where there are at least as many units as CTAs): whole chunks of kMaxN tokens cost
+//   the same and go in full waves, in which neighbouring CTAs share an expert's tokens and weights in L2. Of all k
+//   steps of what is left, less than a wave of whole chunks and all narrower ones, CTA b takes the b-th part by cost, so
+//   that all end together. Where such a run ends inside a unit, the CTA does that unit's beginning first of all its
 //   work and hands the FP32 sums on through memory; the next CTA, whose run begins there, goes on from them, last of
 //   all its work. So nobody waits, and the sums are taken in the order of K whoever takes them: a token's bits do not
 //   depend on where units are cut.
@@ -16,7 +18,7 @@
 namespace msl {
 namespace expert {
 
-struct Position {  // in the order of all k steps: a unit and a step of it
+struct Position {  // in the order of all k steps that runs share: a unit, counted among theirs, and a step of it
   int unit, step;
 };
 
@@ -28,8 +30,12 @@ struct Shared {
   int whole;         // units that are items; those after them are cut into 2^cut items each
   int cut;
   int mine;          // items of this CTA
-  int carry;         // in equal runs: this CTA's is run[0] to run[1]
+  int carry;         // waves of whole chunks, then this CTA's run from run[0] to run[1]
+  int waves;
   Position run[2];
+  int wholes_before[kLocalExperts];  // units of whole chunks of the experts before
+  int shared_before[kLocalExperts];  // units that runs share, of the experts before
+  int in_waves[kLocalExperts];       // the expert's units that go in waves: its first
   uint4 items[C::kItems];
   int slot_bytes, slots;
 };
@@ -45,44 +51,58 @@ __device__ __forceinline__ void cut_last_wave(Shared<C>& s) {
   s.mine = (items + grid - 1 - static_cast<int>(blockIdx.x)) / grid;
 }
 
-// This CTA's run, by a warp, an expert a lane. False: in waves.
+// Sum over the lanes before this one, and over all.
+__device__ __forceinline__ int sum_before(int mine, int& total) {
+  int end = mine;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int before = __shfl_up_sync(~0u, end, d);
+    if ((threadIdx.x & 31) >= d) end += before;
+  }
+  total = __shfl_sync(~0u, end, 31);
+  return end - mine;
+}
+
+// Waves and this CTA's run, by a warp, an expert a lane. False: in waves only.
 template <class C>
 __device__ __forceinline__ bool cut_runs(Shared<C>& s, const GemmArgs& a) {
   const int lane = threadIdx.x & 31, grid = static_cast<int>(gridDim.x);
   if (!a.p.carry || a.p.splits > 1 || a.p.carry_words < grid * C::kConsumers * (C::kMaxN / 2)) return false;
   if (s.lists.total < grid) return false;
-  const int count = s.lists.count[lane], chunks = (count + C::kMaxN - 1) / C::kMaxN;
-  int full, last, block, mine, end, total;
-  for (int base = C::kStepBase;; base *= 2) {
-    // Of a chunk of kMaxN tokens, of the last one, of a block's chunks, of all blocks. The tokens count for less, at last for
-    // nothing, until no run lies inside a unit.
+  const int count = s.lists.count[lane], blocks = a.blocks / C::kRowGroups, over = count % C::kMaxN;
+  const int wholes = count / C::kMaxN * blocks, narrow = over > 0 ? blocks : 0;  // units
+  int all_wholes;
+  const int wholes_before = sum_before(wholes, all_wholes);
+  int waves = all_wholes / grid;
+  int full, last, left, mine, begin, total;  // costs of a whole and of a narrow unit; wholes left, cost of all that is left
+  for (int base = C::step_base(a.p.max_routes_per_expert);;) {
     const bool even = base > 64;
     full = C::kSteps * (even ? 1 : C::step_cost(base, C::kMaxN));
-    last = C::kSteps * (even ? 1 : C::step_cost(base, C::width(max(count - (chunks - 1) * C::kMaxN, 1))));
-    block = count == 0 ? 0 : (chunks - 1) * full + last;
-    mine = block * (a.blocks / C::kRowGroups);
-    end = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int before = __shfl_up_sync(~0u, end, d);
-      if (lane >= d) end += before;
-    }
-    total = __shfl_sync(~0u, end, 31);
-    if (even || total / grid >= __reduce_max_sync(~0u, count == 0 ? 0 : chunks > 1 ? full : last)) break;
+    last = C::kSteps * (even ? 1 : C::step_cost(base, C::width(max(over, 1))));
+    left = wholes - min(max(waves * grid - wholes_before, 0), wholes);
+    mine = left * full + narrow * last;
+    begin = sum_before(mine, total);
+    // No run may lie inside a unit: a wave less, or tokens that count for less, at last for nothing.
+    if (even || total / grid >= __reduce_max_sync(~0u, left > 0 ? full : narrow > 0 ? last : 0)) break;
+    if (waves > 0) waves--;
+    else base *= 2;
   }
-  if (total / grid / __reduce_min_sync(~0u, count == 0 ? total : last) > C::kItems - 3) return false;
+  if (waves + total / grid / __reduce_min_sync(~0u, narrow > 0 ? last : full) > C::kItems - 3) return false;
+  int units;
+  const int before = sum_before(left + narrow, units);
 #pragma unroll
   for (int side = 0; side < 2; side++) {
-    const int at = total * (static_cast<int>(blockIdx.x) + side) / grid;
-    int rest = at - (end - mine);
-    if (rest >= 0 && rest < mine) {
-      const int blocks = rest / block;
-      rest -= blocks * block;
-      const int chunk = min(rest / full, chunks - 1), unit = s.lists.prefix[lane] + blocks * chunks + chunk;
-      s.run[side] = {unit, (rest - chunk * full) * C::kSteps / (chunk == chunks - 1 ? last : full)};
-    }
-    if (at == total && lane == 0) s.run[side] = {s.lists.total, 0};
+    const int at = static_cast<int>(int64_t(total) * (static_cast<int>(blockIdx.x) + side) / grid);
+    const int rest = at - begin, more = rest - left * full;
+    if (rest >= 0 && rest < mine)
+      s.run[side] = more < 0 ? Position{before + rest / full, rest % full * C::kSteps / full}
+                             : Position{before + left + more / last, more % last * C::kSteps / last};
+    if (at == total && lane == 0) s.run[side] = {units, 0};
   }
+  s.wholes_before[lane] = wholes_before;
+  s.shared_before[lane] = before;
+  s.in_waves[lane] = wholes - left;
+  if (lane == 0) s.waves = waves;
   __syncwarp();
   return true;
 }
@@ -93,7 +113,7 @@ __device__ __forceinline__ void divide(Shared<C>& s, const GemmArgs& a) {
   if constexpr (C::kCarry) carry = cut_runs<C>(s, a);
   if ((threadIdx.x & 31) != 0) return;
   s.carry = carry;
-  if (carry) s.mine = s.run[1].unit - s.run[0].unit + (s.run[1].step > 0);
+  if (carry) s.mine = s.waves + s.run[1].unit - s.run[0].unit + (s.run[1].step > 0);
   else cut_last_wave<C>(s);
 }
 
@@ -131,13 +151,20 @@ __device__ __forceinline__ void list_items(Shared<C>& s, const GemmArgs& a) {
 #pragma unroll 1
   for (int n = threadIdx.x & 31; n < s.mine; n += 32) {
     int u, part = 0, cut = 0, begin = 0, end = C::kSteps;
+    int i = 0;  // its place in the list of experts
     if (C::kCarry && s.carry) {
-      // The beginning of the last unit, the units between, what is left of the first.
+      // The beginning of the last unit, the waves, the units between, what is left of the first.
       const Position first = s.run[0], last = s.run[1];
-      const int head = last.step > 0;
-      u = head && n == 0 ? last.unit : n == s.mine - 1 ? first.unit : first.unit + n + 1 - head;
+      const int head = last.step > 0, wave = n - head;
+      const bool in_wave = wave >= 0 && wave < s.waves;
+      if (in_wave) u = static_cast<int>(blockIdx.x) + wave * static_cast<int>(gridDim.x);
+      else u = head && n == 0 ? last.unit : n == s.mine - 1 ? first.unit : first.unit + wave - s.waves + 1;
       if (head && n == 0) end = last.step;
       else if (n == s.mine - 1) begin = first.step;
+      const int* before = in_wave ? s.wholes_before : s.shared_before;
+#pragma unroll
+      for (int e = 1; e < kLocalExperts; e++) i += u >= before[e];
+      u += s.lists.prefix[i] - before[i] + (in_wave ? 0 : s.in_waves[i]);
     } else {
       u = static_cast<int>(blockIdx.x) + n * static_cast<int>(gridDim.x);
       if (u >= s.whole) {
@@ -146,11 +173,10 @@ __device__ __forceinline__ void list_items(Shared<C>& s, const GemmArgs& a) {
         u = s.whole + (j >> cut);
         part = j & ((1 << cut) - 1);
       }
-    }
-    int i = 0;
 #pragma unroll
-    for (int e = 1; e < kLocalExperts; e++) i += u >= s.lists.prefix[e];
-    const Unit unit = decode_unit<C::kMaxN>(s.lists, u, i, a.blocks / C::kRowGroups, a.p.splits, C::kCarry && s.carry);
+      for (int e = 1; e < kLocalExperts; e++) i += u >= s.lists.prefix[e];
+    }
+    const Unit unit = decode_unit<C::kMaxN>(s.lists, u, i, a.blocks / C::kRowGroups, a.p.splits);
     const int height = C::kRowGroups >> cut, all = kExpertDim / kTileK / a.p.splits;
     const int k_tiles = C::kCarry && s.carry ? (end - begin) * C::kStepTiles : all;
     s.items[n] = make_uint4(unit.row, unit.expert | unit.tokens << 8 | (unit.block * C::kRowGroups + part * height) << 20,

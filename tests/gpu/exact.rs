@@ -80,7 +80,7 @@ fn global_scales_multiply_once(#[values(1, 40)] routes: usize) {
 /// CTAs that get equal runs of all k steps, and hand the sums of a cut unit on, leave the bits of those that take whole
 /// units, and every flag cleared.
 #[rstest]
-fn handed_on_sums_are_the_same_bits(#[values(32, 128, 400)] tokens: usize, #[values(false, true)] swiglu: bool) {
+fn handed_on_sums_are_the_same_bits(#[values(32, 128, 400, 600)] tokens: usize, #[values(false, true)] swiglu: bool) {
     let Some(gpu) = gpu("exact::handed_on_sums_are_the_same_bits") else { return };
     // More blocks of 256 rows than multiprocessors.
     let (rows, experts) = if swiglu { (2 * DIM, 5) } else { (DIM, 10) };

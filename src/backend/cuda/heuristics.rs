@@ -24,7 +24,7 @@ pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
 pub const FEW_TOKENS: u32 = 8;
 /// Up to this many tokens, and on devices of up to so many multiprocessors, the experts' CTAs get equal shares of the
 /// work, cut inside units.
-pub const CARRY_TOKENS: u32 = 1024;
+pub const CARRY_TOKENS: u32 = 3072;
 const CARRY_SMS: u32 = CONTROL_WORDS as u32 - CARRY_FLAGS;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
@@ -355,7 +355,7 @@ mod tests {
         let words = |tokens: u32, kind, sms| choose(&key(tokens), kind, sms).experts.carry_words;
         let nvfp4 = |tokens| words(tokens, WeightKind::Nvfp4, SMS);
         let chunks = [0, 32, 32, 64, 64, 128, 128, 0];
-        assert_eq!([8, 9, 32, 33, 128, 129, 1024, 1025].map(nvfp4), chunks.map(|tokens| SMS * 256 * tokens));
+        assert_eq!([8, 9, 32, 33, 128, 129, 3072, 3073].map(nvfp4), chunks.map(|tokens| SMS * 256 * tokens));
         assert_eq!(words(16, WeightKind::Bf16, SMS), 0);
         assert_eq!(words(16, WeightKind::Nvfp4, CARRY_SMS + 1), 0, "more multiprocessors than flags");
     }
