@@ -90,7 +90,7 @@ fn verify_attention_is_split_as_decode_is() {
     };
     let (decode, verify) = (time(1), time(8));
     println!("attention at 128k: decode {decode:.1} us, verify {verify:.1} us");
-    assert!(verify <= 1.55 * decode, "verify {verify:.1} us, decode {decode:.1} us");
+    assert!(verify <= 1.45 * decode, "verify {verify:.1} us, decode {decode:.1} us");
 }
 
 /// Page size 1 costs at most 12% over 64, on 134 MB of cache.
