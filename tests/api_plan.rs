@@ -55,7 +55,7 @@ fn a_plan_prints_its_decisions() {
         "dependent launch on",
         "qkv_gate   skinny n=32, [0..2304, 8192]",
         "window 2048",
-        "router     Rows, splits 16",
+        "router     Tiled, splits 8",
         "experts    nvfp4, ",
         "unpooler   skinny n=32, [0..8192, 4096]",
     ] {

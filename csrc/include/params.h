@@ -130,11 +130,12 @@ struct RouterParams {
   const void* ffn_input;     // BF16 [T][3][8192]
   float* logits;             // FP32 [splits][T][256]
   int32_t tokens;
-  int32_t splits;            // 16 or 32
+  int32_t splits;            // 16
 };
 
-// router_tiled: partial logits of many tokens from the residual stream (moe/router_tiled.cuh); the norm's weight is in
-// the packed weights, its factor comes from attn_boundary.
+// router_tiled: partial logits of more tokens from the residual stream (moe/router_cluster.cuh with 8 splits to 128
+// tokens, moe/router_tiled.cuh above); the norm's weight is in the packed weights, its factor comes from
+// attn_boundary.
 struct RouterTiledParams {
   const void* weight;        // moe/router_layout.h
   const float* stream;       // FP32 [T][8192]

@@ -112,8 +112,9 @@ __device__ __forceinline__ void load_routes(const CombineParams& p, int column, 
   }
 }
 
-template <int kCtas, int kBatch, bool kFloat>
-__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads / kCtas, kCtas == 1 ? 2 : 1)
+// kPasses: of several passes, one CTA a token.
+template <int kCtas, int kBatch, bool kFloat, bool kPasses>
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads / kCtas, kCtas == 1 && !kPasses ? 2 : 1)
     combine_kernel(const CombineParams p) {
   constexpr int kThreads = kCombineThreads / kCtas;
   __shared__ ClusterSum<kCtas, kThreads, 2> cluster;
@@ -136,7 +137,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
       score = __ldcg(p.topk_scores + int64_t(token) * kTopK + lane);
       place = route >= 0 ? uint32_t(route) - uint32_t(p.route_begin) : 0xFFFFFFFFu;
     }
-    if (p.accumulate != nullptr) sort_routes(place, score);
+    if constexpr (kPasses) sort_routes(place, score);
   };
   if constexpr (kCtas > 1) look_up(blockIdx.x / kCtas);
   cluster.ready();
@@ -147,9 +148,11 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
     if constexpr (kCtas == 1) look_up(token);
     uint32_t slots = __ballot_sync(0xFFFFFFFFu, place < uint32_t(p.route_bound));
     const int64_t row = int64_t(token) * kExpertDim + column;
-    if (slots == 0 && !p.first_pass && !p.last_pass) continue;
     Float8 sum = {};
-    if (!p.first_pass) sum = load8(p.accumulate + row);
+    if constexpr (kPasses) {
+      if (slots == 0 && !p.first_pass && !p.last_pass) continue;
+      if (!p.first_pass) sum = load8(p.accumulate + row);
+    }
     while (slots != 0) {
       const int n = __popc(slots);
       Float8 y[kBatch];
@@ -181,7 +184,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
         }
       }
     }
-    if (p.last_pass) {
+    if (!kPasses || p.last_pass) {
       store_bf16x8(static_cast<__nv_bfloat16*>(p.moe_mix) + row, sum);
     } else {
       store8(p.accumulate + row, sum);

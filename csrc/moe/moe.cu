@@ -9,9 +9,10 @@
 #include "pre_expert_norm.cuh"
 #include "pre_expert_norm_stream.cuh"
 #include "router.cuh"
-#include "router_mma.cuh"
+#include "router_cluster.cuh"
 #include "router_tiled.cuh"
 #include "router_topk.cuh"
+#include "router_topk_tokens.cuh"
 
 namespace msl {
 namespace {
@@ -27,39 +28,38 @@ int pre_expert_norm_with(const PreExpertNormParams& p, const Launch& l) {
   const int ctas = kCtas == 1 ? std::min(p.tokens, kCtasPerSm * l.sm_count) : kCtas * p.tokens;
   return launch(pre_expert_norm_kernel<kCtas>, dim3(ctas), dim3(kPreNormThreads / kCtas), 0, l, p);
 }
-template <int kCtas, int kBatch>
+template <int kCtas, int kBatch, bool kFloat, bool kPasses = false>
 int combine_with(const CombineParams& p, const Launch& l) {
   const int ctas = kCtas == 1 ? std::min(p.tokens, kCtasPerSm * l.sm_count) : kCtas * p.tokens;
-  return launch(p.y_f32 ? combine_kernel<kCtas, kBatch, true> : combine_kernel<kCtas, kBatch, false>, dim3(ctas),
-                dim3(kCombineThreads / kCtas), 0, l, p);
+  return launch(combine_kernel<kCtas, kBatch, kFloat, kPasses>, dim3(ctas), dim3(kCombineThreads / kCtas), 0, l, p);
 }
-constexpr int kRouterFmaTokens = 5;  // FP32 FMA up to here, tensor cores beyond
+constexpr int kRouterSplits = 16;  // over FP32 rows
 
-template <int kSplits>
-int router_with(const RouterParams& p, const Launch& l) {
-  if (p.tokens > kRouterFmaTokens)
-    return launch(router_mma_kernel<kSplits>, dim3(128), dim3(kRouterThreads),
-                  RouterMmaShape<kSplits>::shared_bytes(p.tokens), l, p);
-  return launch(router_kernel<kSplits>, dim3(128), dim3(kRouterThreads), RouterShape<kSplits>::kSharedBytes, l, p);
+// Clusters: tokens and k tiles of a CTA, CTAs.
+template <int kTokens, int kSteps, int kCluster>
+int router_cluster(const RouterTiledParams& p, const Launch& l) {
+  constexpr int kSplits = kRouterTilesK / (kSteps * kCluster);
+  if (p.splits != kSplits) return static_cast<int>(cudaErrorInvalidValue);
+  const int tiles = (p.tokens + kTokens - 1) / kTokens;
+  return launch(router_cluster_kernel<kTokens, kSteps, kCluster>, dim3(2 * tiles * kSplits * kCluster),
+                dim3(kRouterClusterThreads), kRouterClusterBytes<kTokens, kSteps, kCluster>, l, p);
 }
-template <int kSplits>
-int prepare_router() {
-  if (int e = prepare_kernel(router_mma_kernel<kSplits>, RouterMmaShape<kSplits>::shared_bytes(kMmaTokens + 1))) return e;
-  return prepare_kernel(router_kernel<kSplits>, RouterShape<kSplits>::kSharedBytes);
+template <int kTokens, int kSteps, int kCluster>
+int prepare_router_cluster() {
+  return prepare_kernel(router_cluster_kernel<kTokens, kSteps, kCluster>, kRouterClusterBytes<kTokens, kSteps, kCluster>);
 }
 }  // namespace
 
 int router(const RouterParams& p, const Launch& l) {
   if (p.tokens == 0) return 0;
-  switch (p.splits) {
-    case 16: return router_with<16>(p, l);
-    case 32: return router_with<32>(p, l);
-    default: return static_cast<int>(cudaErrorInvalidValue);
-  }
+  if (p.splits != kRouterSplits) return static_cast<int>(cudaErrorInvalidValue);
+  return launch(router_kernel<kRouterSplits>, dim3(128), dim3(kRouterThreads), RouterShape<kRouterSplits>::kSharedBytes, l, p);
 }
 
 int router_tiled(const RouterTiledParams& p, const Launch& l) {
   if (p.tokens == 0) return 0;
+  if (p.tokens <= 64) return router_cluster<64, 2, 8>(p, l);
+  if (p.tokens <= 128) return router_cluster<128, 4, 4>(p, l);
   if (p.splits < 1 || p.splits > kRouterTilesK) return static_cast<int>(cudaErrorInvalidValue);
   const int tiles = (p.tokens + kRouterTileTokens - 1) / kRouterTileTokens;
   CUtensorMap tokens;
@@ -78,6 +78,9 @@ int router_topk(const RouterTopkParams& p, const Launch& l) {
     return launch(router_topk_cluster_kernel<kTopkCtas, 1>, dim3(kTopkCtas), dim3(kTopkThreads), 0, l, p);
   if (p.tokens <= 2 * kTopkCtas)
     return launch(router_topk_cluster_kernel<kTopkCtas, 2>, dim3(kTopkCtas), dim3(2 * kTopkThreads), 0, l, p);
+  if (p.tokens <= kTopkClusterTokens)
+    return launch(router_topk_tokens_kernel, dim3(kTopkCtas), dim3((p.tokens + kTopkCtas - 1) / kTopkCtas * kTopkTokenThreads),
+                  topk_tokens_bytes(p.tokens), l, p);
   if (p.tokens <= kTopkCtaTokens) return launch(router_topk_kernel, dim3(p.tokens), dim3(kTopkThreads), 0, l, p);
   // Whole words of the masks: the CTAs behind the last token write zeros.
   if (int e = launch(router_topk_warps_kernel, dim3((p.tokens + 31) / 32 * 4), dim3(kListThreads), 0, l, p)) return e;
@@ -95,16 +98,23 @@ int pre_expert_norm(const PreExpertNormParams& p, const Launch& l) {
 }
 
 int combine(const CombineParams& p, const Launch& l) {
-  if (p.tokens <= kCombine4Tokens) return combine_with<4, 4>(p, l);
-  if (p.tokens <= kCombine2Tokens) return combine_with<2, 4>(p, l);
-  if (p.tokens < kStreamTokens || p.y_f32) return combine_with<1, 2>(p, l);
-  return launch(combine_stream_kernel, dim3(std::min(p.tokens, kCombineStreamCtas * l.sm_count)), dim3(kCombineStreamThreads),
-                kCombineSharedBytes, l, p);
+  // FP32 rows are of few tokens, or of a pass.
+  if (p.accumulate != nullptr && p.y_f32) return combine_with<1, 2, true, true>(p, l);
+  if (p.y_f32) return combine_with<4, 4, true>(p, l);
+  if (p.tokens >= kStreamTokens)
+    return launch(combine_stream_kernel, dim3(std::min(p.tokens, kCombineStreamCtas * l.sm_count)), dim3(kCombineStreamThreads),
+                  kCombineSharedBytes, l, p);
+  if (p.accumulate != nullptr) return combine_with<1, 2, false, true>(p, l);
+  if (p.tokens <= kCombine4Tokens) return combine_with<4, 4, false>(p, l);
+  if (p.tokens <= kCombine2Tokens) return combine_with<2, 4, false>(p, l);
+  return combine_with<1, 2, false>(p, l);
 }
 
 int prepare_moe() {
-  if (int e = prepare_router<16>()) return e;
-  if (int e = prepare_router<32>()) return e;
+  if (int e = prepare_kernel(router_kernel<kRouterSplits>, RouterShape<kRouterSplits>::kSharedBytes)) return e;
+  if (int e = prepare_router_cluster<64, 2, 8>()) return e;
+  if (int e = prepare_router_cluster<128, 4, 4>()) return e;
+  if (int e = prepare_kernel(router_topk_tokens_kernel, topk_tokens_bytes(kTopkClusterTokens))) return e;
   if (int e = prepare_kernel(router_topk_kernel, 0)) return e;
   if (int e = prepare_kernel(router_topk_cluster_kernel<1, 1>, 0)) return e;
   if (int e = prepare_kernel(router_topk_cluster_kernel<kTopkCtas, 1>, 0)) return e;
@@ -118,12 +128,12 @@ int prepare_moe() {
   if (int e = prepare_kernel(pre_expert_norm_kernel<2>, 0)) return e;
   if (int e = prepare_kernel(pre_expert_norm_kernel<1>, 0)) return e;
   if (int e = prepare_kernel(pre_expert_norm_stream_kernel, kPreNormSharedBytes)) return e;
-  if (int e = prepare_kernel(combine_kernel<4, 4, true>, 0)) return e;
-  if (int e = prepare_kernel(combine_kernel<4, 4, false>, 0)) return e;
-  if (int e = prepare_kernel(combine_kernel<2, 4, true>, 0)) return e;
-  if (int e = prepare_kernel(combine_kernel<2, 4, false>, 0)) return e;
-  if (int e = prepare_kernel(combine_kernel<1, 2, true>, 0)) return e;
-  if (int e = prepare_kernel(combine_kernel<1, 2, false>, 0)) return e;
+  if (int e = prepare_kernel(combine_kernel<4, 4, true, false>, 0)) return e;
+  if (int e = prepare_kernel(combine_kernel<4, 4, false, false>, 0)) return e;
+  if (int e = prepare_kernel(combine_kernel<2, 4, false, false>, 0)) return e;
+  if (int e = prepare_kernel(combine_kernel<1, 2, false, false>, 0)) return e;
+  if (int e = prepare_kernel(combine_kernel<1, 2, true, true>, 0)) return e;
+  if (int e = prepare_kernel(combine_kernel<1, 2, false, true>, 0)) return e;
   if (int e = prepare_kernel(combine_stream_kernel, kCombineSharedBytes)) return e;
   return 0;
 }

@@ -36,13 +36,13 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads 
   for (int token = blockIdx.x / kCtas; token < p.tokens; token += gridDim.x / kCtas) {
     const int4* routes = reinterpret_cast<const int4*>(p.token_route + int64_t(token) * kTopK);
     const int4 r0 = __ldcg(routes), r1 = __ldcg(routes + 1);
-    const uint32_t route[kTopK] = {uint32_t(r0.x), uint32_t(r0.y), uint32_t(r0.z), uint32_t(r0.w),
-                                   uint32_t(r1.x), uint32_t(r1.y), uint32_t(r1.z), uint32_t(r1.w)};
-    // A route of this pass has 0 <= route - begin < bound; -1 (not local) wraps far above.
+    const uint32_t begin = p.route_begin;
+    const uint32_t place[kTopK] = {r0.x - begin, r0.y - begin, r0.z - begin, r0.w - begin,
+                                   r1.x - begin, r1.y - begin, r1.z - begin, r1.w - begin};
+    // A route of this pass has place < bound; -1 (not local) and earlier ones wrap far above.
     bool any = p.expert_input != nullptr;
 #pragma unroll
-    for (int s = 0; s < kTopK; s++)
-      any |= int32_t(route[s]) >= 0 && route[s] - uint32_t(p.route_begin) < uint32_t(p.route_bound);
+    for (int s = 0; s < kTopK; s++) any |= place[s] < uint32_t(p.route_bound);
     const float* pooled = p.pooled + int64_t(token) * kExpertDim + column;
     if (kCtas == 1 && !any) continue;  // many tokens: no bytes for nothing
 
@@ -81,11 +81,9 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads 
         *reinterpret_cast<float2*>(p.expert_input + int64_t(token) * kExpertDim + column + 16 * c) = x[c];
     }
 #pragma unroll
-    for (int s = 0; s < kTopK; s++) {
-      const uint32_t place = route[s] - uint32_t(p.route_begin);
-      if (int32_t(route[s]) >= 0 && place < uint32_t(p.route_bound))
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.x) + int64_t(place) * kExpertDim + thread * 8) = packed;
-    }
+    for (int s = 0; s < kTopK; s++)
+      if (place[s] < uint32_t(p.route_bound))
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.x) + int64_t(place[s]) * kExpertDim + thread * 8) = packed;
     if (kCtas > 1) return;  // one token a cluster
   }
 }

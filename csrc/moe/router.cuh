@@ -1,5 +1,5 @@
 // router: partial logits h @ router^T in FP32 FMA over FP32 weights (expert choice hangs on the last bits of
-// close scores, so neither is rounded to 16 bits), for up to 64 tokens.
+// close scores, so neither is rounded to 16 bits), for a few tokens.
 //
 // 128 CTAs of 8 warps; a CTA owns a block of 2 kSplits experts and one of kSplits slices of K, 64 KB of weights,
 // which its threads load into 64 registers each before pdl_wait(): the whole 8.4 MB matrix is under way or

@@ -1,4 +1,4 @@
-// The router's weights as router_tiled.cuh reads them, made by pack_router when weights are loaded.
+// The router's weights as router_tiled.cuh and router_cluster.cuh read them, made by pack_router when weights are loaded.
 //
 // W (1 + n) in FP16, hi + lo, times a power of two for each expert that puts its largest value between 2^13 and 2^14.
 //   images  [128 k tiles of 64 columns][2 halves of 128 experts][hi, lo] of [128 experts][64] FP16, 128-byte-swizzled;

@@ -13,6 +13,7 @@
 //                        token, its set of local experts, and each places its own tokens' routes: the pooler,
 //                        the experts and so the whole step wait for this kernel, and a ticket through device
 //                        memory costs 1.4 us more. (One token: one CTA, no exchange.)
+//   17 to 64 tokens      router_topk_tokens.cuh
 //   up to kListTokens    the CTA that finishes last builds everything. Its ticket is in the control block; it sets it
 //                        back to zero.
 //   beyond               one more launch.

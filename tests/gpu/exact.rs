@@ -267,7 +267,7 @@ fn logit(random: Stream, i: usize, odd: bool) -> f32 {
 /// Ids, weights and expert lists against brute force, for each form of the kernel.
 #[rstest]
 fn top_8_is_brute_force(
-    #[values(1, 5, 8, 9, 16, 17, 256, 1024, 1500)] tokens: usize,
+    #[values(1, 5, 8, 9, 16, 17, 39, 64, 65, 256, 1024, 1500)] tokens: usize,
     #[values(0, 1, 2)] odd: u32,
     #[values(1, 16)] splits: usize,
 ) {

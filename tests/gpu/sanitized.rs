@@ -125,8 +125,8 @@ const STEPS: [&str; 13] = [
 /// Launches that no plan chooses and a caller may: requests, tokens of each, context, what is changed.
 type Change = fn(&mut Launches);
 const CHANGED: [(&str, usize, usize, usize, Change); 7] = [
-    ("router-32", 1, 1, 20, |l| l.router.splits = 32),
-    ("router-32-of-8", 8, 1, 20, |l| l.router.splits = 32),
+    ("passes-of-8", 8, 1, 20, |l| (l.experts.route_bound, l.experts.passes) = (24, 3)),
+    ("passes-of-40", 40, 1, 20, |l| (l.experts.route_bound, l.experts.passes) = (100, 4)),
     ("few-of-40", 40, 1, 20, |l| (l.experts.few, l.experts.w2_splits) = (true, 2)),
     ("few-of-130", 130, 1, 20, |l| (l.experts.few, l.experts.w2_splits) = (true, 2)),
     ("append-apart", 3, 1, 200, |l| (l.attention.append, l.attention.splits) = (false, 3)),

@@ -15,8 +15,12 @@ use crate::workspace::{CARRY_FLAGS, CONTROL_WORDS};
 /// Up to this many tokens the dense projections take the skinny kernel (weights on M, tokens on N): at 128 it
 /// runs a chain of the four in 63 us, the tiled kernel in 75.
 pub const SKINNY_TOKENS: u32 = 128;
-/// Up to this many tokens the router runs over its FP32 rows; above, as a tiled product.
-pub const ROUTER_ROWS_TOKENS: u32 = 64;
+/// Up to this many tokens the router runs over its FP32 rows; above, as a product of FP16 halves.
+pub const ROUTER_ROWS_TOKENS: u32 = 5;
+/// Up to this many tokens that product is summed in clusters (the sizes are `router_tiled`'s).
+const ROUTER_CLUSTER_TOKENS: u32 = 128;
+/// What is left of 64 slices of K when 8 CTAs have added theirs (up to 64 tokens), or of 32 in fours.
+const ROUTER_CLUSTER_SPLITS: u32 = 8;
 /// Query lengths above this take the tiled attention kernel.
 pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
 /// Up to this many tokens the experts take the few-token kernel, which holds 8 of an expert at once: at 16 tokens, with
@@ -30,8 +34,7 @@ const CARRY_SMS: u32 = CONTROL_WORDS as u32 - CARRY_FLAGS;
 pub const SLICED_TOKENS: u32 = 8;
 /// Up to this many tokens one pass covers every route there can be: a chunk of 8192 and the rows that decode beside it.
 pub const SINGLE_PASS_TOKENS: u32 = 8704;
-/// K splits of the router over FP32 rows (its kernel knows 16 and 32): router and top 8 together take
-/// 4.9 us at one token with 16, 5.5 with 32, and the same at 64 tokens.
+/// K splits of the router over FP32 rows: its kernel's.
 pub const ROUTER_ROWS_SPLITS: u32 = 16;
 /// The most K splits of the router's tiled form: four k tiles of 64 each.
 pub const ROUTER_TILED_SPLITS: u32 = 32;
@@ -141,6 +144,9 @@ fn unpooler(tokens: u32, rank: u32, sm_count: u32) -> DensePlan {
 fn router(tokens: u32, sm_count: u32) -> RouterPlan {
     if tokens <= ROUTER_ROWS_TOKENS {
         return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS };
+    }
+    if tokens <= ROUTER_CLUSTER_TOKENS {
+        return RouterPlan { form: RouterForm::Tiled, splits: ROUTER_CLUSTER_SPLITS };
     }
     let splits = (sm_count / 2 / tokens.div_ceil(ROUTER_TILE_TOKENS)).clamp(1, ROUTER_TILED_SPLITS);
     RouterPlan { form: RouterForm::Tiled, splits }
@@ -301,8 +307,8 @@ mod tests {
             }
             assert_eq!((l.o.splits, l.o.out_f32), (1, false), "attn_out is a BF16 segment border");
             match l.router.form {
-                RouterForm::Rows => assert!(tokens <= 64 && [16, 32].contains(&l.router.splits)),
-                RouterForm::Tiled => assert!(tokens > 64 && (1..=32).contains(&l.router.splits)),
+                RouterForm::Rows => assert!(tokens <= 5 && l.router.splits == 16),
+                RouterForm::Tiled => assert!(tokens > 5 && (1..=32).contains(&l.router.splits)),
             }
         }
     }
@@ -315,8 +321,8 @@ mod tests {
             [l.qkv_gate.splits, l.o.splits, l.pooler.splits, l.unpooler.splits, l.router.splits]
         };
         assert_eq!(splits(1), [7, 1, 4, 8, 16]);
-        assert_eq!(splits(64), [7, 1, 4, 2, 16]);
-        assert_eq!(splits(128), [7, 1, 4, 2, 32]);
+        assert_eq!(splits(64), [7, 1, 4, 2, 8]);
+        assert_eq!(splits(128), [7, 1, 4, 2, 8]);
         assert_eq!(splits(200), [7, 1, 4, 1, 32]);
         assert_eq!(splits(256), [3, 1, 2, 1, 32]);
         assert_eq!(splits(512), [4, 1, 2, 1, 16]);

@@ -70,7 +70,7 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
     }
     let r = &l.router;
     let router = match r.form {
-        RouterForm::Rows => ("moe/router*.cuh", format!("FP32 rows, splits {}", r.splits)),
+        RouterForm::Rows => ("moe/router.cuh", format!("FP32 rows, splits {}", r.splits)),
         RouterForm::Tiled => ("moe/router_tiled.cuh", format!("tiled, FP16 halves, splits {}", r.splits)),
     };
     let e = &l.experts;
