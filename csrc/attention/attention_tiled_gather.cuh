@@ -76,16 +76,13 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const AttentionP
   __shared__ uint32_t visible[4];
   __shared__ float norms[2][kGatherThreads / 32];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  pdl_wait();
-
-  // Tokens behind the last request's belong to nobody and see no key.
-  int64_t i = static_cast<int64_t>(p.cu_seqlens_q[p.requests]) * (kQSize / 8) + blockIdx.x * kGatherThreads + thread;
-  for (; i < static_cast<int64_t>(p.tokens) * (kQSize / 8); i += gridDim.x * kGatherThreads) {
-    static_cast<uint4*>(p.out)[i] = make_uint4(0, 0, 0, 0);
-    if (p.attn_core == nullptr) continue;
-    reinterpret_cast<float4*>(p.attn_core)[2 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    reinterpret_cast<float4*>(p.attn_core)[2 * i + 1] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  // What is read before the wait: lengths and page ids, which are the caller's, and the rows of a first tile whose keys
+  // are all older than the step.
+  bool waited = false;
+  const auto wait = [&] {
+    if (!waited) pdl_wait();
+    waited = true;
+  };
 
   auto* images = static_cast<uint8_t*>(p.kv_scratch);
   auto* headers = reinterpret_cast<TileHeader*>(images + plan.header_offset);
@@ -94,8 +91,10 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const AttentionP
     int request = find_tile(p.requests, false, tile, [&](int b) {
       return (key_range(p, plan.key_tiles, b).count + kKeys - 1) / kKeys;
     });
-    if (request < 0) return;
+    if (request < 0) break;
     KeyRange range = key_range(p, plan.key_tiles, request);
+    const int old = p.cache_seqlens[request] - (p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request]);
+    if (range.first + (tile + 1) * kKeys > old) wait();
 
     if (thread < kKeys) {
       int key = tile * kKeys + thread;
@@ -127,6 +126,7 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const AttentionP
         v[i] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.v_cache) + row * kKvSize + piece * 16);
       }
     }
+    wait();
     uint8_t* image =
         images + ((static_cast<int64_t>(request) * kKvHeads + head) * plan.key_tiles + tile) * kImageBytes;
     float largest = 0.f;
@@ -181,6 +181,16 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const AttentionP
       headers[static_cast<int64_t>(request) * plan.key_tiles + tile] = h;
     }
     __syncthreads();
+  }
+  wait();
+
+  // Tokens behind the last request's belong to nobody and see no key.
+  int64_t i = static_cast<int64_t>(p.cu_seqlens_q[p.requests]) * (kQSize / 8) + blockIdx.x * kGatherThreads + thread;
+  for (; i < static_cast<int64_t>(p.tokens) * (kQSize / 8); i += gridDim.x * kGatherThreads) {
+    static_cast<uint4*>(p.out)[i] = make_uint4(0, 0, 0, 0);
+    if (p.attn_core == nullptr) continue;
+    reinterpret_cast<float4*>(p.attn_core)[2 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    reinterpret_cast<float4*>(p.attn_core)[2 * i + 1] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
 

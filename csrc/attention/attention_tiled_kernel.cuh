@@ -5,7 +5,8 @@
 // narrow; with splits it owns one contiguous share of the tile's keys. Three consumer warpgroups take
 // 64 rows (8 tokens) each, and one producer thread streams K and V tiles of 128 keys as bulk copies
 // of their ready-made swizzled images through a ring of kStages (32 KiB each). Shared memory: the
-// ring, Q (8 KiB a warpgroup), tile headers, barriers: about 155 KiB, one CTA a multiprocessor.
+// ring, Q (8 KiB a warpgroup), the gate's rows (55 KiB), tile headers, barriers: about 210 KiB, one CTA
+// a multiprocessor.
 //
 // A warpgroup issues S = Q K^T of the next tile, then O += P V of the current one, and runs the
 // softmax of the next tile while the second product is under way; the warpgroups take turns at
@@ -17,9 +18,11 @@
 //     sums and O are scaled down by a power of two afterwards. No maximum is taken, and O is not
 //     touched, in all but a few tiles. That needs s c - m < 120, so that p is finite in FP32; the key
 //     norms in the tile's header and the row's query norm bound s (Cauchy-Schwarz).
-//   * Where that bound does not hold, on the first tile, and on tiles that a mask crosses, the usual
-//     online softmax runs ("exact"); rows whose keys are all masked keep m = -inf.
-// All of it is decided per warp (2 tokens x 8 heads) from the request's own data.
+//   * Where that bound does not hold, on the first tile, and on tiles that a mask crosses, the scores
+//     are masked and m is raised to their maximum first.
+// All of it is decided per warp (2 tokens x 8 heads) from the request's own data. A warp may not wait for
+// wgmma within what it decides alone: all warps of a warpgroup have to wait by the same instruction, and a
+// vote of the warpgroup instead costs 9% (its warps then begin each softmax together).
 #pragma once
 #include "../common/wgmma.cuh"
 #include "attention_tiled_gather.cuh"
@@ -28,10 +31,10 @@ namespace msl {
 namespace tiled {
 
 constexpr int kStages = 4;
-constexpr int kVoteBarrier = 8;  // named barriers of the warpgroups' votes
 constexpr int kWaitGroup = 10;  // of 16 groups of exponentials: where O's product is waited for
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 constexpr float kFastBound = 120.f;    // fast tiles: log2 of any weight is below this
+constexpr float kUnseen = -1e30f;      // m of a row that has seen no key: weights 2^(-inf - m) are then 0
 constexpr float kSumBound = 32768.f;   // a thread's sum of weights that FP16 surely holds
 
 // What a work item is; the same in every thread of the CTA.
@@ -52,8 +55,9 @@ struct Shared {
   uint8_t q[kWarpgroups][64 * kHeadDim * 2];
   TileHeader header[kStages];
   float gate[kRows][kGateStride];
-  float q_norm[kRows];
+  float q_norm[kRows], alpha[kRows];
   Item item;
+  float k_scale, v_scale;
   uint64_t k_full[kStages], v_full[kStages], empty[kStages];
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // the ring is aligned to 1024 by hand
@@ -76,18 +80,9 @@ __device__ __forceinline__ void arrive_barrier(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Whether `mine` holds in every thread of a warpgroup.
-__device__ __forceinline__ bool warpgroup_all(int id, bool mine) {
-  uint32_t all;
-  asm volatile(
-      "{\n .reg .pred p, q;\n setp.ne.b32 q, %1, 0;\n barrier.cta.red.and.pred p, %2, 128, q;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(all) : "r"(static_cast<uint32_t>(mine)), "r"(id) : "memory");
-  return all != 0;
-}
-
 // out_norm_gate's arithmetic: the factor of a head's norm from its sum of squares, and a gated value.
 __device__ __forceinline__ float head_norm(float square) { return rsqrtf(square * (1.0f / kHeadDim) + kRmsEps); }
-__device__ __forceinline__ float gated(float x, float gate) { return x / (1.0f + __expf(-gate)); }
+__device__ __forceinline__ float gated(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
 // Columns of a token's gate, the projection's splits added in order.
 template <class Vector>
 __device__ __forceinline__ Vector gate_at(const AttentionParams& p, int64_t token, int column) {
@@ -106,14 +101,14 @@ struct Rows {
   float m[2], l[2];
 };
 
-// Online softmax of a tile, S in place to weights; the factors by which O must be multiplied are in
-// `alpha`. low and high: first and last visible column of the
-// first row (edge tiles); the second row's are one further.
+// Before a tile whose scores may outgrow the m at hand, or which a mask crosses: masked scores become -inf, m the maximum
+// so far, l is scaled to it, and `alpha` are the factors by which O must be. low and high: first and last visible column
+// of the first row; the second row's are one further.
 template <bool kMask>
-__device__ __forceinline__ void softmax_exact(float (&s)[64], Rows& row, float (&alpha)[2], float c, int low,
-                                              int high, const TileHeader* header) {
-  const int column = 2 * (threadIdx.x & 3);
+__device__ __forceinline__ void raise_maximum(float (&s)[64], Rows& row, float (&alpha)[2], float c, int low, int high,
+                                              const TileHeader* header) {
   if (kMask) {
+    const int column = 2 * (threadIdx.x & 3);
     const uint32_t* visible = header->visible;
 #pragma unroll
     for (int j = 0; j < 16; j++) {
@@ -131,20 +126,10 @@ __device__ __forceinline__ void softmax_exact(float (&s)[64], Rows& row, float (
     float largest = s[2 * r];
 #pragma unroll
     for (int j = 0; j < 16; j++) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-    float m = fmaxf(row.m[r], quad_max(largest) * c);
-    float base = m == -INFINITY ? 0.f : m;
-    alpha[r] = ex2(row.m[r] - base);
+    const float m = fmaxf(fmaxf(row.m[r], kUnseen), quad_max(largest) * c);
+    alpha[r] = ex2(row.m[r] - m);
     row.m[r] = m;
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < 16; j++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float w = ex2(fmaf(s[4 * j + 2 * r + e], c, -base));
-        s[4 * j + 2 * r + e] = w;
-        sum += w;
-      }
-    row.l[r] = fmaf(row.l[r], alpha[r], sum);
+    row.l[r] *= alpha[r];
   }
 }
 
@@ -164,7 +149,7 @@ __device__ __forceinline__ void pack_weights(const float (&s)[64], uint32_t (&w)
 // same in a whole warp).
 // Sums and conversions run one group of four behind the exponentials.
 template <class Done>
-__device__ __forceinline__ bool softmax_fast(float (&s)[64], uint32_t (&weights)[8][4], Rows& row, float (&alpha)[2],
+__device__ __forceinline__ bool softmax(float (&s)[64], uint32_t (&weights)[8][4], Rows& row, float (&alpha)[2],
                                              float c, Done products_done) {
   float sum[2] = {0.f, 0.f};
   const float base[2] = {-row.m[0], -row.m[1]};
@@ -255,9 +240,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
   Shared& shared = *reinterpret_cast<Shared*>(raw + ((1024 - (smem_u32(raw) & 1023)) & 1023));
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const int group = warp >> 2;  // 0..kWarpgroups - 1: consumers; then the producer
-  pdl_wait();
-  Item item;
-  if (!find_item(p, plan, item)) return;
+  Item item;  // by lengths, which are the caller's
+  const bool some = find_item(p, plan, item);
+  if (!some) {
+    pdl_wait();
+    return;
+  }
   const int active = (item.tokens + 7) / 8;  // warpgroups with a token
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
@@ -267,8 +255,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     }
     mbar_init_fence();
     shared.item = item;
+    shared.k_scale = *p.k_scale, shared.v_scale = *p.v_scale;  // the caller's, as the lengths are
   }
   __syncthreads();
+  pdl_wait();
   const int tiles = item.tile_end - item.tile_begin;
 
   if (group == kWarpgroups) {
@@ -295,7 +285,19 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
 
   setmaxnreg_inc<kWarpgroups == 3 ? 160 : 240>();
   if (group >= active) return;
-  const float c = p.softmax_scale * *p.k_scale * 1.4426950408889634f;
+  const float c = p.softmax_scale * shared.k_scale * 1.4426950408889634f;
+  uint4 query[4];  // rows 8 * token + head of this warpgroup's 8 tokens; tokens past the end are zeros
+  {
+    const uint4* q = reinterpret_cast<const uint4*>(static_cast<const __half*>(p.q) +
+                                                    static_cast<int64_t>(item.token0 + 8 * group) * kQSize +
+                                                    item.kv_head * kGroup * kHeadDim);
+    const int thread = threadIdx.x & 127, chunk = thread & 7;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int r = (thread >> 3) + 16 * i, token = r >> 3;
+      query[i] = 8 * group + token < item.tokens ? __ldcg(q + token * (kQSize / 8) + (r & 7) * 8 + chunk) : make_uint4(0, 0, 0, 0);
+    }
+  }
 
   // The gate's rows, long before they are wanted (not by bulk copies: so many of 256 bytes hold up the key tiles').
   if (item.splits == 1 && p.gate_splits == 1) {
@@ -308,17 +310,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
       if (8 * group + token < item.tokens) cp_async16(dst + token * kGroup * kGateStride, src + token * kQkvRows);
   }
 
-  // Q: rows 8 * token + head of this warpgroup's 8 tokens, into the swizzled tile; tokens past the end are zeros.
+  // Q into the swizzled tile.
   {
-    const uint4* q = reinterpret_cast<const uint4*>(static_cast<const __half*>(p.q) +
-                                                    static_cast<int64_t>(item.token0 + 8 * group) * kQSize +
-                                                    item.kv_head * kGroup * kHeadDim);
     const int thread = threadIdx.x & 127, chunk = thread & 7;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int r = (thread >> 3) + 16 * i, token = r >> 3;
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (8 * group + token < item.tokens) v = q[token * (kQSize / 8) + (r & 7) * 8 + chunk];
+      const int r = (thread >> 3) + 16 * i;
+      const uint4 v = query[i];
       *reinterpret_cast<uint4*>(shared.q[group] + r * 128 + ((chunk ^ (r & 7)) << 4)) = v;
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
       float square = 0.f;
@@ -367,9 +365,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     }
     wgmma_commit();
   };
-  // Whether tile i (in `stage`) is seen whole by all rows, and whether no score of it can outgrow the m at hand by
-  // much. The warpgroup decides as one: the ways of `softmax` wait for wgmmas, which all its warps must do by the
-  // same instruction. While S is computed the votes cost nothing.
+  // Whether tile i (in `stage`) is seen whole by all of a warp's rows, and whether besides no score of it can outgrow the m
+  // at hand by much.
   struct Way { bool full, fast; };
   auto way = [&](int i, int stage) {
     const TileHeader* header = &shared.header[stage];
@@ -377,25 +374,28 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     const float norm = header->max_norm[item.kv_head];
     const bool full = key0 >= full_low && key0 <= full_high && header->all_visible;
     const bool near = fmaf(reach[0], norm, -row.m[0]) < kFastBound && fmaf(reach[1], norm, -row.m[1]) < kFastBound;
-    return Way{full, warpgroup_all(kVoteBarrier + group, full && near)};
+    return Way{full, bool(__all_sync(~0u, full && near))};
   };
-  // Softmax of tile i (in `stage`): S becomes packed weights; the product that reads the earlier ones is
-  // waited for by `products_done` on the way, and O rescaled where needed.
-  auto softmax = [&](int i, int stage, Way way, auto products_done) {
-    const TileHeader* header = &shared.header[stage];
-    const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
-    const bool full = way.full;
+  // Softmax of tile i (in `stage`): S becomes packed weights; the product that reads the earlier ones is waited for by
+  // `products_done` on the way, outside of all branches, since all warps of a warpgroup must wait by the same
+  // instruction; O is rescaled where needed.
+  auto weigh = [&](int i, int stage, Way way, auto products_done) {
     float alpha[2];
-    bool rescale;
-    if (way.fast) {
-      rescale = softmax_fast(s, weights, row, alpha, c, products_done);
-    } else {
+    if (!way.fast) {
+      const TileHeader* header = &shared.header[stage];
+      const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
       const int low = p.window > 0 ? position - p.window + 1 - key0 : -1;
-      if (full) softmax_exact<false>(s, row, alpha, c, 0, 0, header);
-      else softmax_exact<true>(s, row, alpha, c, low, position - key0, header);
-      products_done();
-      pack_weights(s, weights);
-      rescale = __any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f);
+      if (way.full) raise_maximum<false>(s, row, alpha, c, 0, 0, header);
+      else raise_maximum<true>(s, row, alpha, c, low, position - key0, header);
+      if ((lane & 3) == 0) shared.alpha[row0] = alpha[0], shared.alpha[row0 + 8] = alpha[1];  // registers are short
+    }
+    const bool rescale = softmax(s, weights, row, alpha, c, products_done);
+    if (!way.fast) {
+      __syncwarp();
+      const float factor[2] = {shared.alpha[row0], shared.alpha[row0 + 8]};
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 32; j++) o[j] *= factor[(j >> 1) & 1];
     }
     if (rescale) {
 #pragma unroll
@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     const Way first = way(0, 0);
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    softmax(0, 0, first, [] {});
+    weigh(0, 0, first, [] {});
     int stage = 0, phase = 0;
 #pragma unroll 1
     for (int i = 1; i < tiles; i++) {
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
       const Way here = way(i, stage);
       wgmma_wait<1>();
       wgmma_fence_operand(s);
-      softmax(i, stage, here, [&] {
+      weigh(i, stage, here, [&] {
         if (i + 1 < tiles) mbar_wait(&shared.k_full[stage + 1 == kStages ? 0 : stage + 1], stage + 1 == kStages ? phase ^ 1 : phase);
         wgmma_wait<0>();
         wgmma_fence_operand(o);
@@ -468,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     }
     return;
   }
-  const float v_scale = *p.v_scale;
+  const float v_scale = shared.v_scale;
   const bool staged = p.gate_splits == 1;
   if (staged) {
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -510,9 +510,10 @@ static_assert(kJoinThreads == 16 * kQHeads);
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(const AttentionParams p, const Plan plan) {
   pdl_launch();
   const int of_tile = blockIdx.x % kTokens, head = threadIdx.x >> 4, column = 4 * (threadIdx.x & 15);
-  pdl_wait();
   Item item;
-  if (!find_queries(p, plan.whole + blockIdx.x / kTokens, item) || of_tile >= item.tokens) return;
+  const bool some = find_queries(p, plan.whole + blockIdx.x / kTokens, item) && of_tile < item.tokens;
+  pdl_wait();
+  if (!some) return;
   const int64_t token = item.token0 + of_tile, row = token * kQHeads + head;
   const float4 g = gate_at<float4>(p, token, head * kHeadDim + column);
   const auto* scratch = static_cast<const uint8_t*>(p.kv_scratch);

@@ -47,8 +47,9 @@ inline int64_t align256(int64_t n) { return (n + 255) / 256 * 256; }
 // Whole tiles and splits by a rough count of tile times: each wave of work items costs its key tiles and three more
 // for start and end; joining costs a launch and the partials' traffic. Either all tiles are split, or those which would
 // not fill the last wave.
-inline void choose_splits(Plan* plan, int64_t seen) {
-  const int64_t items = int64_t(plan->query_tiles) * kKvHeads;
+// `likely`: how many query tiles a step like this has, where the bound counts a broken tile for every request.
+inline void choose_splits(Plan* plan, int64_t likely, int64_t seen) {
+  const int64_t items = likely * kKvHeads;
   plan->whole = 0, plan->splits = 1;
   double best = 1e30;
   for (int64_t waves : {int64_t(0), items / kSms}) {
@@ -76,7 +77,8 @@ inline bool make_plan(const AttentionParams& p, Plan* plan) {
   if (seen > key_tiles) seen = key_tiles;
   plan->key_tiles = int32_t(key_tiles);
   plan->query_tiles = int32_t(query_tiles);
-  choose_splits(plan, seen);
+  int64_t likely = (2 * int64_t(p.tokens) + int64_t(kTokens) * (p.requests - 1) + 2 * kTokens - 1) / (2 * kTokens);
+  choose_splits(plan, likely < query_tiles ? likely : query_tiles, seen);
   plan->header_offset = int64_t(p.requests) * kKvHeads * key_tiles * kImageBytes;
   plan->acc_offset = align256(plan->header_offset + int64_t(p.requests) * key_tiles * int64_t(sizeof(TileHeader)));
   int64_t rows = plan->splits > 1 ? (query_tiles - plan->whole) * kTokens * kQHeads * plan->splits : 0;

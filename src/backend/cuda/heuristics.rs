@@ -220,7 +220,8 @@ fn tiled_scratch(key: &PlanKey, keys: u64, window: u32) -> u64 {
     let images = requests * (tiles + 1) * (KEY_TILE * 4 * m::KV_SIZE as u64 + 32);
     let seen = if window > 0 { (window as u64).div_ceil(KEY_TILE) + 1 } else { tiles }.min(tiles);
     let query_tiles = (tokens / QUERY_TILE + requests).min(tokens);
-    let (whole, splits) = tiled_splits(query_tiles, seen);
+    let likely = (2 * tokens + QUERY_TILE * requests.saturating_sub(1)).div_ceil(2 * QUERY_TILE).min(query_tiles);
+    let (whole, splits) = tiled_splits(likely, seen);
     let rows = if splits > 1 { (query_tiles - whole) * QUERY_TILE * m::Q_HEADS as u64 * splits } else { 0 };
     (images + rows * (m::HEAD_DIM as u64 + 2) * 4 + 1024).next_multiple_of(256)
 }
