@@ -40,14 +40,8 @@ __device__ __forceinline__ void store8(float* p, const Float8& f) {
 }
 
 __device__ __forceinline__ void store_bf16x8(__nv_bfloat16* p, const Float8& f) {
-  uint4 packed;
-  uint32_t* word = reinterpret_cast<uint32_t*>(&packed);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(f.v[2 * i], f.v[2 * i + 1]);
-    word[i] = reinterpret_cast<const uint32_t&>(pair);
-  }
-  *reinterpret_cast<uint4*>(p) = packed;
+  *reinterpret_cast<uint4*>(p) = make_uint4(pack_bf16(f.v[0], f.v[1]), pack_bf16(f.v[2], f.v[3]), pack_bf16(f.v[4], f.v[5]),
+                                            pack_bf16(f.v[6], f.v[7]));
 }
 
 // Slots 0 .. 7 of a warp's lanes by ascending place.

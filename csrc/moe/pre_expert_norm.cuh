@@ -15,6 +15,19 @@ namespace msl {
 
 constexpr int kPreNormThreads = 512;  // of a token
 
+// A thread's columns x r w, from element `at` of the tap on, as the experts read them.
+__device__ __forceinline__ uint4 normed_columns(const PreExpertNormParams& p, int64_t at, float2 (&x)[4], const float2 (&w)[4],
+                                                float r) {
+  uint32_t word[4];
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    x[c] = make_float2(x[c].x * r * w[c].x, x[c].y * r * w[c].y);
+    word[c] = pack_bf16(x[c].x, x[c].y);
+    if (p.expert_input != nullptr) *reinterpret_cast<float2*>(p.expert_input + at + 16 * c) = x[c];
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
 template <int kCtas>
 __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads / kCtas, kCtas == 1 ? 3 : 1)
     pre_expert_norm_kernel(const PreExpertNormParams p) {
@@ -70,16 +83,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads 
     const float4 sums = cluster.sum(kCtas > 1 ? 0 : round, make_float4(square, 0.0f, 0.0f, 0.0f));
     round ^= 1;
     const float r = rsqrtf(sums.x * (1.0f / kExpertDim) + kRmsEps);
-    uint4 packed;
-    uint32_t* word = reinterpret_cast<uint32_t*>(&packed);
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      x[c] = make_float2(x[c].x * r * w[c].x, x[c].y * r * w[c].y);
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[c].x, x[c].y);
-      word[c] = reinterpret_cast<const uint32_t&>(pair);
-      if (p.expert_input != nullptr)
-        *reinterpret_cast<float2*>(p.expert_input + int64_t(token) * kExpertDim + column + 16 * c) = x[c];
-    }
+    const uint4 packed = normed_columns(p, int64_t(token) * kExpertDim + column, x, w, r);
 #pragma unroll
     for (int s = 0; s < kTopK; s++)
       if (place[s] < uint32_t(p.route_bound))

@@ -90,16 +90,7 @@ __global__ void __launch_bounds__(kPreNormStreamThreads, kPreNormStreamCtas)
       square = warp_sum(lane < kPreNormThreads / 32 ? ring.sums[round][lane] : 0.0f);
       round ^= 1;
       const float r = rsqrtf(square * (1.0f / kExpertDim) + kRmsEps);
-      uint4 packed;
-      uint32_t* word = reinterpret_cast<uint32_t*>(&packed);
-#pragma unroll
-      for (int c = 0; c < 4; c++) {
-        x[c] = make_float2(x[c].x * r * w[c].x, x[c].y * r * w[c].y);
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[c].x, x[c].y);
-        word[c] = reinterpret_cast<const uint32_t&>(pair);
-        if (p.expert_input != nullptr)
-          *reinterpret_cast<float2*>(p.expert_input + token * kExpertDim + column + 16 * c) = x[c];
-      }
+      const uint4 packed = normed_columns(p, token * kExpertDim + column, x, w, r);
       for (; slots != 0; slots &= slots - 1) {
         const int64_t to = __shfl_sync(0xFFFFFFFFu, place, __ffs(slots) - 1);
         *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.x) + to * kExpertDim + threadIdx.x * 8) = packed;

@@ -15,7 +15,6 @@ constexpr int kRouterTileK = 64;
 constexpr int kRouterTilesK = kHidden / kRouterTileK;
 constexpr int kRouterImageBytes = 2 * 128 * kRouterTileK * 2;  // hi, lo
 constexpr int64_t kRouterScaleOffset = int64_t(kRouterTilesK) * 2 * kRouterImageBytes;
-constexpr int64_t kRouterPackedBytes = kRouterScaleOffset + kExperts * 4;
 constexpr float kRouterTokenScale = 256.0f;  // of A: |s' q| <= sqrt(8192), so below 2^15
 
 }  // namespace msl

@@ -36,8 +36,7 @@ __device__ __forceinline__ float4 scaled(float4 a, float s) { return make_float4
 __device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
 __device__ __forceinline__ uint2 bf16x4(float4 v) {
-  const __nv_bfloat162 lo = __floats2bfloat162_rn(v.x, v.y), hi = __floats2bfloat162_rn(v.z, v.w);
-  return make_uint2(reinterpret_cast<const uint32_t&>(lo), reinterpret_cast<const uint32_t&>(hi));
+  return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
 }
 __device__ __forceinline__ float4 floats(uint2 v) {
   return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
