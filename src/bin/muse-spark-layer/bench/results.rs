@@ -289,9 +289,9 @@ mod tests {
     fn documents_survive_being_written() {
         let path = std::env::temp_dir().join(format!("muse-spark-bench-{}.json", std::process::id()));
         record(&path, &report(&[("a", Phase::Prefill, 2.0, 1.0)])).unwrap();
-        let read = load(&path).unwrap();
+        let read: Report = load(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
         assert_eq!((read.cases[0].case.as_str(), read.cases[0].ratio, read.layers), ("a", 2.0, 1));
-        assert!(load(&path).unwrap_err().to_string().contains("muse-spark-bench"));
+        assert!(load::<Report>(&path).unwrap_err().to_string().contains("muse-spark-bench"));
     }
 }
