@@ -63,12 +63,6 @@ __device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int i, in
   return unit;
 }
 
-__device__ __forceinline__ void tma_load_3d(void* dst, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}],"
-      " [%2], %6;" ::"r"(smem_u32(dst)), "l"(map), "r"(smem_u32(bar)), "r"(x), "r"(y), "r"(z), "l"(kEvictNormal) : "memory");
-}
-
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t*>(&v);

@@ -137,25 +137,32 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterCluste
     float4* exchange = reinterpret_cast<float4*>(shared.weight[group]) + (threadIdx.x & 127);
     const float4* other = reinterpret_cast<const float4*>(shared.weight[group ^ 1]) + (threadIdx.x & 127);
     named_barrier(1 + group, 128);  // all of its warps have multiplied
-    const auto swap = [&](auto mine) {
-      constexpr int kMine = decltype(mine)::value;
+    const auto hand_over = [&](auto mine) {
+      constexpr int kOthers = (1 - decltype(mine)::value) * 4;
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
-          if (valid[r]) exchange[(2 * i + r) * 128] = four((1 - kMine) * 4 + i, r);
-      __syncthreads();
+          if (valid[r]) exchange[(2 * i + r) * 128] = four(kOthers + i, r);
+    };
+    const auto send = [&](auto mine) {
+      constexpr int kMine = decltype(mine)::value * 4;
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
           if (valid[r]) {
-            const float4 a = four(kMine * 4 + i, r), b = other[(2 * i + r) * 128];
-            store_remote(to + r * kFurther + (kMine * 4 + i) * 64, make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w), bar);
+            const float4 a = four(kMine + i, r), b = other[(2 * i + r) * 128];
+            store_remote(to + r * kFurther + (kMine + i) * 64, make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w), bar);
           }
     };
-    if (group == 0) swap(std::integral_constant<int, 0>{});
-    else swap(std::integral_constant<int, 1>{});
+    const std::integral_constant<int, 0> first_half;
+    const std::integral_constant<int, 1> second_half;
+    if (group == 0) hand_over(first_half);
+    else hand_over(second_half);
+    __syncthreads();
+    if (group == 0) send(first_half);
+    else send(second_half);
   } else {
 #pragma unroll
     for (int i = 0; i < 8; i++)
