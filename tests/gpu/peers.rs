@@ -46,6 +46,8 @@ fn sums_are_in_the_order_of_the_ranks(#[values(2, 3, 4)] ranks: usize) {
             // SAFETY: the buffer holds as many elements and lives to the end.
             let view = unsafe { DeviceTensor::contiguous(memory.ptr(), DType::Bf16, &[elements]) };
             memory.write(&bytes(&part(peers.rank(), call, elements))).expect("write");
+            // A small copy returns before it is done, and the stream waits for no other.
+            peers.device().synchronize().expect("the copy");
             let at = Queue { stream: own.stream(), dependent: false };
             // Nobody waits for the device while a kernel of another rank waits for this one.
             together.wait(peers.rank());
@@ -87,6 +89,7 @@ fn calls_need_no_meeting() {
         for call in 0..CALLS {
             memory.write_at((call * 2 * ELEMENTS) as u64, &mine[call % 2]).expect("write");
         }
+        peers.device().synchronize().expect("the copies");
         // Nobody waits for the device while a kernel of another rank waits for this one.
         together.wait(peers.rank());
         for call in 0..CALLS {
@@ -125,6 +128,8 @@ fn slices_are_gathered(#[values(2, 4)] ranks: usize, #[values(1, 3, 8)] tokens: 
             memory.fill(0xFF).expect("fill");
             let value = 16 * call + peers.rank() as u8;
             memory.write_at((peers.rank() * each) as u64, &vec![value; each]).expect("write");
+            // As above.
+            peers.device().synchronize().expect("the copy");
             let at = Queue { stream: own.stream(), dependent: false };
             together.wait(peers.rank());
             peers.all_gather("x", &view(peers.rank(), 1), &view(0, ranks), at).expect("all_gather");
