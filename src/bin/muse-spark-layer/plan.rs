@@ -9,9 +9,12 @@ use muse_spark_layer::{AttentionEngine, LayerConfig, Plan, Result};
 
 /// What the operations of a chain reach, fitted to the recorded cases: memory, tensor cores (their times add up: an
 /// operation near the roof's ridge overlaps them badly), and what a stage costs beyond both.
-const REACHED_BYTES_PER_US: f64 = 0.80 * BYTES_PER_US;
-const REACHED_FLOPS_PER_US: f64 = 0.68 * FLOPS_PER_US;
-const STAGE_US: f64 = 1.5;
+const REACHED_BYTES_PER_US: f64 = 0.94 * BYTES_PER_US;
+const REACHED_FLOPS_PER_US: f64 = 0.80 * FLOPS_PER_US;
+const STAGE_US: f64 = 1.8;
+/// Up to this many tokens the router of FP16 halves is summed in clusters: the constant of this name in
+/// `src/backend/cuda/heuristics.rs`.
+const ROUTER_CLUSTER_TOKENS: u32 = 128;
 /// Routes a token that the busiest of eight ranks gets from the synthetic router.
 const ROUTES_A_TOKEN: f64 = 2.55;
 
@@ -71,6 +74,9 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
     let r = &l.router;
     let router = match r.form {
         RouterForm::Rows => ("moe/router.cuh", format!("FP32 rows, splits {}", r.splits)),
+        RouterForm::Tiled if plan.key.tokens <= ROUTER_CLUSTER_TOKENS => {
+            ("moe/router_cluster.cuh", format!("clusters, FP16 halves, splits {}", r.splits))
+        }
         RouterForm::Tiled => ("moe/router_tiled.cuh", format!("tiled, FP16 halves, splits {}", r.splits)),
     };
     let e = &l.experts;
@@ -90,7 +96,7 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
         with("o", dense(&l.o)),
         ("attn_boundary", "residual/boundary*.cuh", none()),
         with("router", router),
-        ("router_topk", "moe/router_topk.cuh", none()),
+        ("router_topk", "moe/router_topk*.cuh", none()),
         with("pooler", dense(&l.pooler)),
         ("pre_expert_norm", "moe/pre_expert_norm*.cuh", none()),
         with("w13", experts(1)),
@@ -189,7 +195,7 @@ mod tests {
         distinct: f64,
     }
 
-    /// The prediction is worth its place: on every recorded case it is within a third, on the mean within a tenth.
+    /// The prediction is worth its place: on every recorded case it is within a fifth, on the mean within a tenth.
     #[test]
     fn predictions_are_near_what_was_measured() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/h200-judge.json");
@@ -204,7 +210,7 @@ mod tests {
             let predicted: f64 = rows(&config, &plan, load, keys).iter().map(|r| r.predicted_us).sum();
             let ratio = predicted / measured.us;
             println!("{:26} {predicted:8.1} predicted {:8.1} measured {ratio:.2}", case.name, measured.us);
-            assert!((0.75..1.33).contains(&ratio), "{}: {predicted} against {}", case.name, measured.us);
+            assert!((0.83..1.2).contains(&ratio), "{}: {predicted} against {}", case.name, measured.us);
             logs.push(ratio.ln());
         }
         assert_eq!(logs.len(), 40);
