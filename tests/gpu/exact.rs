@@ -3,7 +3,9 @@
 
 use crate::harness::{floats, gpu, halves, words};
 use crate::memory::Banded;
-use crate::single::{expert, launch, le, one_hot, pack, pack_projection, projection, put, Projected, DIM};
+use crate::single::{
+    expert, expert_params, launch, le, one_hot, pack, pack_projection, projection, put, Projected, DIM,
+};
 use half::bf16;
 use muse_spark_layer::backend::cuda::bridge;
 use muse_spark_layer::backend::cuda::params::*;
@@ -108,19 +110,11 @@ fn handed_on_sums_are_the_same_bits(#[values(32, 128, 400, 600)] tokens: usize, 
     let run = |carry_words: usize| {
         out.fill(0xFF);
         let params = ExpertGemmParams {
-            weight: matrix.weight.ptr() as *const c_void,
-            scale: matrix.scale.ptr() as *const f32,
-            x: x.ptr() as *const c_void,
-            out: out.ptr() as *mut c_void,
-            expert_offsets: offsets.ptr() as *const i32,
             carry: carry.ptr() as *mut f32,
             carry_flags: flags.ptr() as *mut u32,
-            swiglu: swiglu.into(),
-            splits: 1,
-            route_bound: routes as i32,
             max_routes_per_expert: tokens as i32,
             carry_words: carry_words as i32,
-            ..Default::default()
+            ..expert_params([&matrix.weight, &matrix.scale, &x, &out, &offsets], swiglu, routes)
         };
         let _current = gpu.device.make_current().expect("a context");
         let operation = if swiglu { bridge::w13 } else { bridge::w2 };

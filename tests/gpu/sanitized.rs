@@ -106,22 +106,6 @@ fn planned<'g>(gpu: &'g Gpu, on: Rc<DeviceStep>, plan: Plan) -> Case<'g> {
     })
 }
 
-const STEPS: [&str; 13] = [
-    "decode",
-    "verify",
-    "prefill",
-    "one-long",
-    "decode-13",
-    "decode-33",
-    "decode-70",
-    "decode-130",
-    "verify-long",
-    "block-3",
-    "prefill-333",
-    "prefill-1100",
-    "prefill-2100",
-];
-
 /// Launches that no plan chooses and a caller may: requests, tokens of each, context, what is changed.
 type Change = fn(&mut Launches);
 const CHANGED: [(&str, usize, usize, usize, Change); 7] = [
@@ -409,35 +393,24 @@ fn packing(gpu: &Gpu) -> Case<'_> {
 }
 
 macro_rules! steps {
-    ($(#[$doc:meta])* fn $test:ident(dependent_launch: $dependent:literal)) => {
-        $(#[$doc])*
-        #[rstest]
-        fn $test(
-            #[values(
-                "decode",
-                "verify",
-                "prefill",
-                "one-long",
-                "decode-13",
-                "decode-33",
-                "decode-70",
-                "decode-130",
-                "verify-long",
-                "block-3",
-                "prefill-333",
-                "prefill-1100",
-                "prefill-2100"
-            )]
-            name: &str,
-        ) {
-            let Some(gpu) = gpu(concat!("sanitized::", stringify!($test))) else { return };
-            step(&gpu, name, $dependent).run(&gpu);
-        }
+    ($names:tt: $($(#[$doc:meta])* fn $test:ident(dependent_launch: $dependent:literal))*) => {
+        const STEPS: [&str; 13] = steps!(list $names);
+        $(
+            $(#[$doc])*
+            #[rstest]
+            fn $test(#[values $names] name: &str) {
+                let Some(gpu) = gpu(concat!("sanitized::", stringify!($test))) else { return };
+                step(&gpu, name, $dependent).run(&gpu);
+            }
+        )*
     };
+    (list ($($name:literal),*)) => { [$($name),*] };
 }
 
-steps! { fn step_dependent(dependent_launch: true) }
 steps! {
+    ("decode", "verify", "prefill", "one-long", "decode-13", "decode-33", "decode-70", "decode-130", "verify-long",
+     "block-3", "prefill-333", "prefill-1100", "prefill-2100"):
+    fn step_dependent(dependent_launch: true)
     /// Without dependent launch: racecheck takes a kernel that starts before its predecessor ended for a race.
     fn step_plain(dependent_launch: false)
 }

@@ -85,6 +85,22 @@ pub fn pack(gpu: &Gpu, codes: &[u8], scales: &[u8], gs: &[f32], rows: usize) -> 
     Packed { weight, scale }
 }
 
+/// `w13` or `w2` on `routes` sorted rows of `x` in one pass, bounded as if all were one expert's.
+pub fn expert_params([weight, scale, x, out, offsets]: [&Banded; 5], swiglu: bool, routes: usize) -> ExpertGemmParams {
+    ExpertGemmParams {
+        weight: weight.ptr() as *const c_void,
+        scale: scale.ptr() as *const f32,
+        x: x.ptr() as *const c_void,
+        out: out.ptr() as *mut c_void,
+        expert_offsets: offsets.ptr() as *const i32,
+        swiglu: swiglu.into(),
+        splits: 1,
+        route_bound: routes as i32,
+        max_routes_per_expert: routes as i32,
+        ..Default::default()
+    }
+}
+
 /// One expert's `w13` (8192 rows) or `w2` (4096 rows) on `x` `[routes, 4096]` (natural columns), as BF16.
 pub fn expert(gpu: &Gpu, matrix: &Packed, x: &[bf16], few: bool) -> Vec<f32> {
     let routes = x.len() / DIM;
@@ -97,19 +113,8 @@ pub fn expert(gpu: &Gpu, matrix: &Packed, x: &[bf16], few: bool) -> Vec<f32> {
     let offsets: Vec<i32> = (0..33).map(|e| if e == 0 { 0 } else { routes as i32 }).collect();
     let (x, offsets) = (put(gpu, &le(&ordered, bf16::to_le_bytes)), put(gpu, &le(&offsets, i32::to_le_bytes)));
     let out = Banded::new(&gpu.device, (routes * DIM * 2) as u64);
-    let params = ExpertGemmParams {
-        weight: matrix.weight.ptr() as *const c_void,
-        scale: matrix.scale.ptr() as *const f32,
-        x: x.ptr() as *const c_void,
-        out: out.ptr() as *mut c_void,
-        expert_offsets: offsets.ptr() as *const i32,
-        swiglu: swiglu.into(),
-        splits: 1,
-        few: few.into(),
-        route_bound: routes as i32,
-        max_routes_per_expert: routes as i32,
-        ..Default::default()
-    };
+    let memory = [&matrix.weight, &matrix.scale, &x, &out, &offsets];
+    let params = ExpertGemmParams { few: few.into(), ..expert_params(memory, swiglu, routes) };
     let _current = gpu.device.make_current().expect("a context");
     let run = if swiglu { bridge::w13 } else { bridge::w2 };
     // SAFETY: as in `pack`.
@@ -303,18 +308,11 @@ pub fn experts<'g>(gpu: &'g Gpu, of: &'static Experts, swiglu: bool) -> Case<'g>
     let splits = if of.few && !swiglu { 2 } else { 1 };
     let out = Banded::new(&gpu.device, (routes * DIM * if splits > 1 { 8 } else { 2 }) as u64);
     let params = ExpertGemmParams {
-        weight: weight.ptr() as *const c_void,
-        scale: scale.ptr() as *const f32,
-        x: x.ptr() as *const c_void,
-        out: out.ptr() as *mut c_void,
-        expert_offsets: offsets.ptr() as *const i32,
-        swiglu: swiglu.into(),
         weight_kind: of.bf16.into(),
         splits,
         few: of.few.into(),
-        route_bound: routes as i32,
         max_routes_per_expert: of.bound,
-        ..Default::default()
+        ..expert_params([&weight, &scale, &x, &out, &offsets], swiglu, routes)
     };
     let launches = move |stream| {
         let run = if swiglu { bridge::w13 } else { bridge::w2 };
