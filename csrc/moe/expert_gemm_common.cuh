@@ -63,16 +63,6 @@ __device__ __forceinline__ Unit decode_unit(const Lists& lists, int u, int i, in
   return unit;
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t*>(&v);
-}
-// Transposes an 8 x 8 matrix of 16-bit values held by a warp (lane 4 g + c: row g, columns 2c, 2c + 1).
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
 __device__ __forceinline__ float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 // Scales, SwiGLU and stores of 16 rows (group `warp` of tile m_tile) x the unit's tokens; acc as wgmma and mma

@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include "../gemm/tensor_map.h"
 #include "../include/model.h"
 #include "../include/ops.h"
 #include "expert_gemm_config.cuh"
@@ -12,14 +13,9 @@ namespace msl {
 namespace expert {
 namespace {
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-EncodeTiled encode_tiled = nullptr;
-
 int encode(CUtensorMap* map, const void* base, int rank, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box) {
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult r = encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(base), dims, strides, box,
+  const CUresult r = encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(base), dims, strides, box,
                                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return static_cast<int>(r);  // the codes of cudaError_t
@@ -40,7 +36,7 @@ Shape choose(const ExpertGemmParams& p) {
 int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
   if (p.route_bound == 0) return 0;
   if (shape == Shape::kFew) return launch_few(p, l);
-  if (!encode_tiled) return static_cast<int>(cudaErrorNotReady);  // prepare_experts() was not called
+  if (!encode_tiled()) return static_cast<int>(cudaErrorInitializationError);
   GemmArgs a{};
   a.p = p;
   const cuuint64_t row_bytes = kExpertDim * 2, rows = p.route_bound;
@@ -72,12 +68,7 @@ int w2(const ExpertGemmParams& p, const Launch& l) {
 }
 
 int prepare_experts() {
-  cudaDriverEntryPointQueryResult found;
-  void* entry = nullptr;
-  cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-  if (e != cudaSuccess) return static_cast<int>(e);
-  if (found != cudaDriverEntryPointSuccess) return static_cast<int>(cudaErrorSymbolNotFound);
-  expert::encode_tiled = reinterpret_cast<expert::EncodeTiled>(entry);
+  if (!encode_tiled()) return static_cast<int>(cudaErrorSymbolNotFound);
   int error = expert::prepare_pack();
   if (!error) error = expert::prepare_few();
   if (!error) error = expert::prepare_many();

@@ -334,7 +334,10 @@ impl Buffer {
         // SAFETY: both ranges hold `bytes.len()` bytes.
         check("cuMemcpyHtoD", unsafe {
             sys::cuMemcpyHtoD_v2(self.ptr + offset, bytes.as_ptr().cast::<c_void>(), bytes.len())
-        })
+        })?;
+        // The call returns while a copy of up to 64 KB is still under way, and streams of their own do not wait for it.
+        // SAFETY: the legacy stream of the current context.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) })
     }
 
     /// Copies the first `out.len()` bytes to the host, after all work queued on the device.
