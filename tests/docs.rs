@@ -255,6 +255,37 @@ fn figures_are_the_recorded_ones() {
     assert!(read("README.md").contains(&sentence), "README.md does not say: {sentence}");
 }
 
+/// docs/performance.md: each operation of the recorded steps, alone, and its floor.
+#[test]
+fn operations_are_the_recorded_ones() {
+    let text = read("docs/performance.md");
+    let bench = record("bench");
+    let cases = bench["cases"].as_array().unwrap();
+    let shown = |v: &serde_json::Value| format!("{:.1}", v.as_f64().unwrap());
+    let head: String = cases.iter().map(|c| format!(" {} | floor |", c["case"].as_str().unwrap())).collect();
+    let table = text.split(&format!("| operation |{head}\n")).nth(1).unwrap_or_else(|| panic!("no table of{head}"));
+    let rows: Vec<Vec<&str>> = table
+        .lines()
+        .skip(1)
+        .take_while(|l| l.starts_with('|'))
+        .map(|l| l.split('|').map(|cell| cell.trim().trim_matches('`')).collect())
+        .collect();
+    let mut seen = 0;
+    for (i, case) in cases.iter().enumerate() {
+        let kernels = case["kernels"].as_array().unwrap();
+        for row in &rows {
+            let of = |k: &&serde_json::Value| k["operation"] == row[1];
+            let found = if row[1] == "the step by one replay" { Some(case) } else { kernels.iter().find(of) };
+            let wanted = found.map_or(Default::default(), |k| [shown(&k["us"]), shown(&k["floor_us"])]);
+            assert_eq!([row[2 + 2 * i], row[3 + 2 * i]], wanted.each_ref().map(String::as_str), "{row:?}");
+            seen += usize::from(found.is_some());
+        }
+        seen -= 1;
+        assert!(kernels.iter().all(|k| rows.iter().any(|row| k["operation"] == row[1])), "an operation is missing");
+    }
+    assert_eq!(seen, cases.iter().map(|c| c["kernels"].as_array().unwrap().len()).sum::<usize>());
+}
+
 /// README.md's table, in words: `decode, 8 requests, 8k, full`, `verify 8 tokens, 1 request, 8k`, `prefill 512 after 8k, full`.
 #[test]
 fn the_readme_shows_recorded_figures() {
@@ -431,8 +462,8 @@ fn faults_name_tests_that_exist() {
 #[test]
 fn tests_that_are_named_exist() {
     let mut seen = 0;
-    for page in ["docs/testing.md", "docs/lessons.md", "docs/performance.md", "CONTRIBUTING.md", "README.md"] {
-        for span in code_spans(&read(page)) {
+    for page in pages() {
+        for span in code_spans(&read(&page)) {
             let parts: Vec<&str> = span.trim_start_matches("gpu::").split("::").collect();
             let file = ["tests/gpu", "tests", "tests/checkpoint"].map(|folder| format!("{folder}/{}.rs", parts[0]));
             let Some(file) = file.iter().find(|file| root().join(file).exists()) else { continue };
