@@ -3,7 +3,7 @@
 
 mod cpu_common;
 
-use cpu_common::{close, exact, layer, pairwise, rows, run, spec};
+use cpu_common::{close, exact, layer, only, pairwise, rows, run, spec};
 use half::bf16;
 use muse_spark_layer::backend::cpu::{Cache, CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, Spread, StepSpec, SyntheticCache, SyntheticStep};
@@ -21,26 +21,6 @@ fn config() -> LayerConfig {
 fn step(q_lens: &[usize], ctx: usize, kind: LayerKind, page_size: usize, seed: u64) -> SyntheticStep {
     let spec = StepSpec { q_lens: q_lens.to_vec(), spread: Spread::Mixed, ..spec(1, 1, ctx, kind, page_size) };
     synthetic::step(&config(), &spec, seed).unwrap()
-}
-
-/// Some requests of a step, on the whole pool.
-fn only(step: &SyntheticStep, requests: &[usize]) -> (SyntheticStep, Vec<usize>) {
-    let (mut out, x) = (step.clone(), &step.input);
-    let tokens: Vec<usize> =
-        requests.iter().flat_map(|&b| x.cu_seqlens_q[b] as usize..x.cu_seqlens_q[b + 1] as usize).collect();
-    let hidden = config().hidden;
-    out.input.stream = rows(&x.stream, hidden, &tokens);
-    out.input.attn_input = rows(&x.attn_input, hidden, &tokens);
-    out.input.positions = rows(&x.positions, 1, &tokens);
-    out.input.cache_loc = rows(&x.cache_loc, 1, &tokens);
-    out.input.page_table = rows(&x.page_table, x.table_width, requests);
-    out.input.cache_seqlens = rows(&x.cache_seqlens, 1, requests);
-    out.input.cu_seqlens_q = vec![0];
-    for &b in requests {
-        let last = out.input.cu_seqlens_q[out.input.cu_seqlens_q.len() - 1];
-        out.input.cu_seqlens_q.push(last + x.cu_seqlens_q[b + 1] - x.cu_seqlens_q[b]);
-    }
-    (out, tokens)
 }
 
 /// Prefill chunks, verify blocks, decode rows and idle requests in one call are what they are in calls by sort.

@@ -3,7 +3,7 @@
 mod cpu_common;
 
 use cpu_common::pairwise::{self, pairwise};
-use cpu_common::{close, exact, layer, nothing, rows, run, spec, widen, with};
+use cpu_common::{close, exact, layer, nothing, part, run, spec, tokens, widen, with};
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::numerics::{e4m3_to_f32, f32_to_e4m3};
@@ -14,21 +14,6 @@ use rstest::rstest;
 
 /// Different blockings of the same FP32 sums.
 const SAME: f64 = 2e-6;
-
-/// A step of one request (or some tokens of one) taken out of a batch; the pool stays whole.
-fn part(step: &SyntheticStep, config: &LayerConfig, b: usize, tokens: std::ops::Range<usize>) -> SyntheticStep {
-    let mut out = step.clone();
-    let (i, width) = (&step.input, config.hidden);
-    let end = i.cu_seqlens_q[b + 1] as usize;
-    out.input.stream = i.stream[tokens.start * width..tokens.end * width].to_vec();
-    out.input.attn_input = i.attn_input[tokens.start * width..tokens.end * width].to_vec();
-    out.input.positions = i.positions[tokens.clone()].to_vec();
-    out.input.cache_loc = i.cache_loc[tokens.clone()].to_vec();
-    out.input.cu_seqlens_q = vec![0, tokens.len() as i32];
-    out.input.cache_seqlens = vec![i.cache_seqlens[b] - (end - tokens.end) as i32];
-    out.input.page_table = i.page_table[b * i.table_width..(b + 1) * i.table_width].to_vec();
-    out
-}
 
 /// A configuration whose unpooler is whole at any number of tokens, so that steps of other sizes compare.
 fn unsliced() -> LayerConfig {
@@ -45,13 +30,12 @@ pairwise!(a_batch_is_its_requests_and_a_block_its_steps, |row| {
     let (mut stream, mut ids, mut one_by_one) = (Vec::new(), Vec::new(), Vec::new());
     let mut cache = step.cache.clone();
     for b in 0..step.input.cache_seqlens.len() {
-        let tokens = step.input.cu_seqlens_q[b] as usize..step.input.cu_seqlens_q[b + 1] as usize;
-        let mut alone = part(&step, &config, b, tokens.clone());
+        let mut alone = part(&step, b, tokens(&step, b));
         let out = run(&layer, &mut alone, &options);
         stream.extend(out.stream);
         ids.extend(out.topk_ids);
-        for t in tokens {
-            let mut single = part(&step, &config, b, t..t + 1);
+        for t in tokens(&step, b) {
+            let mut single = part(&step, b, t..t + 1);
             single.cache = cache;
             one_by_one.extend(run(&layer, &mut single, &options).stream);
             cache = single.cache;
@@ -62,67 +46,6 @@ pairwise!(a_batch_is_its_requests_and_a_block_its_steps, |row| {
     close("tokens alone", &one_by_one, &batch.stream, SAME);
     assert_eq!(cache, whole.cache);
 });
-
-/// Requests in another order give the same rows in that order, bit for bit in attention.
-#[rstest]
-fn permuting_requests_permutes_outputs(
-    #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
-    #[values(1, 4)] page_size: usize,
-) {
-    let config = LayerConfig::small();
-    let layer = layer(&config, 3);
-    let q_lens = vec![2, 0, 5, 1, 8];
-    let spec = StepSpec { q_lens, page_size, spread: Spread::Mixed, ..StepSpec::new(1, 1, 30, kind) };
-    let step = synthetic::step(&config, &spec, 3).unwrap();
-    let order = [4, 2, 1, 0, 3];
-    let (i, mut moved) = (&step.input, step.clone());
-    let tokens: Vec<usize> =
-        order.iter().flat_map(|&b| i.cu_seqlens_q[b] as usize..i.cu_seqlens_q[b + 1] as usize).collect();
-    moved.input.stream = rows(&i.stream, config.hidden, &tokens);
-    moved.input.attn_input = rows(&i.attn_input, config.hidden, &tokens);
-    moved.input.positions = rows(&i.positions, 1, &tokens);
-    moved.input.cache_loc = rows(&i.cache_loc, 1, &tokens);
-    moved.input.page_table = rows(&i.page_table, i.table_width, &order);
-    moved.input.cache_seqlens = rows(&i.cache_seqlens, 1, &order);
-    moved.input.cu_seqlens_q = vec![0];
-    for &b in &order {
-        let last = *moved.input.cu_seqlens_q.last().unwrap();
-        moved.input.cu_seqlens_q.push(last + i.cu_seqlens_q[b + 1] - i.cu_seqlens_q[b]);
-    }
-    let want = run(&layer, &mut step.clone(), &exact(kind));
-    let got = run(&layer, &mut moved, &exact(kind));
-    let q = config.q_size();
-    assert_eq!(got.taps.unwrap().attn_core, rows(&want.taps.unwrap().attn_core, q, &tokens));
-    close("stream", &got.stream, &rows(&want.stream, config.hidden, &tokens), SAME);
-    assert_eq!(got.topk_ids, rows(&want.topk_ids, config.top_k, &tokens));
-}
-
-/// Only what the pages hold counts: other ids with the pages moved along give the same bits.
-#[rstest]
-fn page_ids_do_not_matter(
-    #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
-    #[values(1, 16)] page_size: usize,
-) {
-    let config = LayerConfig::small();
-    let layer = layer(&config, 4);
-    let step = synthetic::step(&config, &spec(3, 2, 50, kind, page_size), 4).unwrap();
-    let bytes = page_size * config.kv_size();
-    let pages = step.cache.k.len() / bytes;
-    let mut moved = step.clone();
-    let renamed = |id: usize| (id * 7 + 3) % pages; // 7 is no divisor of their number
-    assert_ne!(pages % 7, 0);
-    for page in 0..pages {
-        let (from, to) = (page * bytes, renamed(page) * bytes);
-        moved.cache.k[to..to + bytes].copy_from_slice(&step.cache.k[from..from + bytes]);
-        moved.cache.v[to..to + bytes].copy_from_slice(&step.cache.v[from..from + bytes]);
-    }
-    moved.input.page_table.iter_mut().filter(|id| **id >= 0).for_each(|id| *id = renamed(*id as usize) as i32);
-    for loc in &mut moved.input.cache_loc {
-        *loc = (renamed(*loc as usize / page_size) * page_size + *loc as usize % page_size) as i64;
-    }
-    let want = run(&layer, &mut step.clone(), &exact(kind));
-    assert_eq!(run(&layer, &mut moved, &exact(kind)), want);
-}
 
 /// A key like the query at the last visible position decides the output; one further back, or one
 /// ahead, changes no bit.

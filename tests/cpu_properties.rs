@@ -3,7 +3,7 @@
 
 mod cpu_common;
 
-use cpu_common::{cache_row, close, exact, layer, rows, run, with};
+use cpu_common::{cache_row, close, exact, layer, only, part, rows, run, tokens, with, with_pages_renamed};
 use muse_spark_layer::backend::cpu::{self, CpuLayer};
 use muse_spark_layer::routing::ExpertLists;
 use muse_spark_layer::synthetic::{self, Dist, Spread, StepSpec, SyntheticStep};
@@ -43,30 +43,15 @@ fn step(spec: &StepSpec, seed: u64) -> SyntheticStep {
     synthetic::step(&CONFIG, spec, seed).unwrap()
 }
 
-/// The tokens of request `b`.
-fn tokens(step: &SyntheticStep, b: usize) -> std::ops::Range<usize> {
-    step.input.cu_seqlens_q[b] as usize..step.input.cu_seqlens_q[b + 1] as usize
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
     fn permuting_requests_permutes_outputs(spec in any_spec(), seed in 0u64..1000, turn in 0usize..6) {
         let step = step(&spec, seed);
-        let (i, batch) = (&step.input, spec.q_lens.len());
-        let mut order: Vec<usize> = (0..batch).rev().collect();
-        order.rotate_left(turn % batch);
-        let moved_tokens: Vec<usize> = order.iter().flat_map(|&b| tokens(&step, b)).collect();
-        let mut moved = step.clone();
-        moved.input.stream = rows(&i.stream, CONFIG.hidden, &moved_tokens);
-        moved.input.attn_input = rows(&i.attn_input, CONFIG.hidden, &moved_tokens);
-        moved.input.positions = rows(&i.positions, 1, &moved_tokens);
-        moved.input.cache_loc = rows(&i.cache_loc, 1, &moved_tokens);
-        moved.input.page_table = rows(&i.page_table, i.table_width, &order);
-        moved.input.cache_seqlens = rows(&i.cache_seqlens, 1, &order);
-        let lens = order.iter().map(|&b| spec.q_lens[b] as i32);
-        moved.input.cu_seqlens_q = std::iter::once(0).chain(lens.scan(0, |at, n| { *at += n; Some(*at) })).collect();
+        let mut order: Vec<usize> = (0..spec.q_lens.len()).rev().collect();
+        order.rotate_left(turn % spec.q_lens.len());
+        let (mut moved, moved_tokens) = only(&step, &order);
         let (want, got) = (run(&LAYER, &mut step.clone(), &exact(spec.kind)), run(&LAYER, &mut moved, &exact(spec.kind)));
         prop_assert_eq!(got.taps.unwrap().attn_core, rows(&want.taps.unwrap().attn_core, CONFIG.q_size(), &moved_tokens));
         close("stream", &got.stream, &rows(&want.stream, CONFIG.hidden, &moved_tokens), SAME);
@@ -75,19 +60,8 @@ proptest! {
     #[test]
     fn page_ids_do_not_matter(spec in any_spec(), seed in 0u64..1000, shift in 1usize..1000) {
         let step = step(&spec, seed);
-        let bytes = spec.page_size * CONFIG.kv_size();
-        let pages = step.cache.k.len() / bytes;
-        let renamed = |id: usize| (id + shift) % pages;
-        let mut moved = step.clone();
-        for page in 0..pages {
-            let (from, to) = (page * bytes, renamed(page) * bytes);
-            moved.cache.k[to..to + bytes].copy_from_slice(&step.cache.k[from..from + bytes]);
-            moved.cache.v[to..to + bytes].copy_from_slice(&step.cache.v[from..from + bytes]);
-        }
-        moved.input.page_table.iter_mut().filter(|id| **id >= 0).for_each(|id| *id = renamed(*id as usize) as i32);
-        for at in &mut moved.input.cache_loc {
-            *at = (renamed(*at as usize / spec.page_size) * spec.page_size + *at as usize % spec.page_size) as i64;
-        }
+        let pages = step.cache.k.len() / (spec.page_size * CONFIG.kv_size());
+        let mut moved = with_pages_renamed(&step, CONFIG.kv_size(), |id| (id + shift) % pages);
         prop_assert_eq!(run(&LAYER, &mut moved, &exact(spec.kind)), run(&LAYER, &mut step.clone(), &exact(spec.kind)));
     }
 
@@ -95,18 +69,10 @@ proptest! {
     fn a_block_is_its_decode_steps(spec in any_spec(), seed in 0u64..1000) {
         let step = step(&spec, seed);
         let want = run(&LAYER, &mut step.clone(), &exact(spec.kind)).stream;
-        let (h, mut cache, mut got) = (CONFIG.hidden, step.cache.clone(), Vec::new());
+        let (mut cache, mut got) = (step.cache.clone(), Vec::new());
         for b in 0..spec.q_lens.len() {
             for t in tokens(&step, b) {
-                let mut one = step.clone();
-                let i = &step.input;
-                one.input.stream = i.stream[t * h..(t + 1) * h].to_vec();
-                one.input.attn_input = i.attn_input[t * h..(t + 1) * h].to_vec();
-                one.input.positions = vec![i.positions[t]];
-                one.input.cache_loc = vec![i.cache_loc[t]];
-                one.input.cu_seqlens_q = vec![0, 1];
-                one.input.cache_seqlens = vec![i.cache_seqlens[b] - (tokens(&step, b).end - 1 - t) as i32];
-                one.input.page_table = i.page_table[b * i.table_width..(b + 1) * i.table_width].to_vec();
+                let mut one = part(&step, b, t..t + 1);
                 one.cache = cache;
                 got.extend(run(&LAYER, &mut one, &exact(spec.kind)).stream);
                 cache = one.cache;

@@ -3,6 +3,7 @@
 
 pub mod naive;
 pub mod pairwise;
+mod steps;
 
 use half::bf16;
 use muse_spark_layer::backend::cpu::{Batch, CpuLayer, StepInput, StepOptions, StepOutput};
@@ -11,6 +12,7 @@ use muse_spark_layer::tensor::NamedTensors;
 use muse_spark_layer::{LayerConfig, LayerKind, QueryPrecision, Taps};
 
 pub use muse_spark_layer::numerics::relative_l2;
+pub use steps::{only, part, rows, tokens, with_pages_renamed};
 
 pub fn widen(x: &[bf16]) -> Vec<f32> {
     x.iter().map(|v| v.to_f32()).collect()
@@ -59,11 +61,6 @@ pub fn cache_row(batch: &Batch, b: usize, position: usize, page_size: usize, pag
 pub fn close(what: &str, got: &[f32], want: &[f32], bound: f64) {
     let error = relative_l2(got, want);
     assert!(error <= bound, "{what}: relative L2 error {error:.3e} is past {bound:.1e}");
-}
-
-/// The rows of `x` (each `width` wide) in the order `rows`.
-pub fn rows<T: Copy>(x: &[T], width: usize, rows: &[usize]) -> Vec<T> {
-    rows.iter().flat_map(|&r| x[r * width..(r + 1) * width].iter().copied()).collect()
 }
 
 /// A step input whose every array is empty but the offsets.

@@ -3,6 +3,7 @@
 
 use crate::harness::{gpu, spec, step_key, DeviceStep, Gpu};
 use crate::memory::Scratch;
+use crate::steps::tokens;
 use muse_spark_layer::backend::cuda::graph::{Graph, OwnedStream};
 use muse_spark_layer::synthetic::{StepSpec, SyntheticStep};
 use muse_spark_layer::{LayerKind, Plan, PlanKey, Stream};
@@ -24,11 +25,11 @@ pub fn shorter(gpu: &Gpu, spec: &StepSpec, seed: u64) -> SyntheticStep {
     let mut step = gpu.step(spec, seed);
     let page = step.cache.page_size as i64;
     for b in 0..spec.q_lens.len() {
-        let tokens = step.input.cu_seqlens_q[b] as usize..step.input.cu_seqlens_q[b + 1] as usize;
-        let q_len = tokens.len() as i32;
+        let own = tokens(&step, b);
+        let q_len = own.len() as i32;
         let seq = (step.input.cache_seqlens[b] - q_len) / 3;
         step.input.cache_seqlens[b] = seq + q_len;
-        for (i, t) in tokens.enumerate() {
+        for (i, t) in own.enumerate() {
             let position = seq as i64 + i as i64;
             step.input.positions[t] = position;
             let id = step.input.page_table[b * step.input.table_width + (position / page) as usize];

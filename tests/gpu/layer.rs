@@ -1,6 +1,7 @@
 //! The whole layer against the CPU reference, and what callers may do with it.
 
 use crate::harness::{assert_rows, gpu, relative_l2, spec, Gpu};
+use crate::steps::part;
 use muse_spark_layer::backend::cpu::{CpuLayer, StepOptions, StepOutput};
 use muse_spark_layer::synthetic::{self, StepSpec, SyntheticStep};
 use muse_spark_layer::weights::derived::residual_coefficients;
@@ -219,13 +220,7 @@ fn a_verify_block_is_its_decode_steps() {
     let whole = gpu.cuda.forward_host(&step.input.view(), &mut cache.view(), &options).expect("forward");
     let (h, mut cache) = (gpu.config.hidden, step.cache.clone());
     for t in 0..8 {
-        let mut one = step.input.clone();
-        one.stream = step.input.stream[t * h..][..h].to_vec();
-        one.attn_input = step.input.attn_input[t * h..][..h].to_vec();
-        one.positions = vec![step.input.positions[t]];
-        one.cache_loc = vec![step.input.cache_loc[t]];
-        one.cu_seqlens_q = vec![0, 1];
-        one.cache_seqlens = vec![step.input.cache_seqlens[0] - 7 + t as i32];
+        let one = part(&step, 0, t..t + 1).input;
         let out = gpu.cuda.forward_host(&one.view(), &mut cache.view(), &options).expect("forward");
         assert_rows("stream", &out.stream, &whole.stream[t * h..][..h], h, 3e-3);
     }

@@ -31,3 +31,5 @@ mod single;
 mod soak;
 mod speed;
 mod stack;
+#[path = "../cpu_common/steps.rs"]
+mod steps;

@@ -3,6 +3,7 @@
 
 use crate::harness::{assert_bits, assert_rows, gpu, spec, step_key, DeviceStep, Gpu};
 use crate::memory::Scratch;
+use crate::steps::{only, rows, tokens, with_pages_renamed};
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, StepOutput};
 use muse_spark_layer::routing::ExpertLists;
@@ -18,10 +19,6 @@ fn run(gpu: &Gpu, step: &SyntheticStep, kind: LayerKind) -> (StepOutput, [Vec<u8
     let (on, output) = gpu.forward_once(step, &plan);
     let caches = on.caches();
     (output, caches)
-}
-
-fn rows<T: Copy>(x: &[T], width: usize, rows: &[usize]) -> Vec<T> {
-    rows.iter().flat_map(|&r| x[r * width..(r + 1) * width].iter().copied()).collect()
 }
 
 /// Outputs of the tokens `of` in `got` are the first ones' in `want`, bit for bit.
@@ -42,22 +39,9 @@ fn permuting_requests_permutes_outputs(
     let Some(gpu) = gpu("properties::permuting_requests_permutes_outputs") else { return };
     let spec = StepSpec { q_lens, page_size, spread: Spread::Mixed, ..StepSpec::new(1, 1, 700, kind) };
     let step = gpu.step(&spec, 91);
-    let (i, mut moved) = (&step.input, step.clone());
     let batch = spec.q_lens.len();
     let order: Vec<usize> = (0..batch).rev().map(|b| (b + 2) % batch).collect();
-    let tokens: Vec<usize> =
-        order.iter().flat_map(|&b| i.cu_seqlens_q[b] as usize..i.cu_seqlens_q[b + 1] as usize).collect();
-    moved.input.stream = rows(&i.stream, HIDDEN, &tokens);
-    moved.input.attn_input = rows(&i.attn_input, HIDDEN, &tokens);
-    moved.input.positions = rows(&i.positions, 1, &tokens);
-    moved.input.cache_loc = rows(&i.cache_loc, 1, &tokens);
-    moved.input.page_table = rows(&i.page_table, i.table_width, &order);
-    moved.input.cache_seqlens = rows(&i.cache_seqlens, 1, &order);
-    moved.input.cu_seqlens_q = vec![0];
-    for &b in &order {
-        let last = *moved.input.cu_seqlens_q.last().unwrap();
-        moved.input.cu_seqlens_q.push(last + i.cu_seqlens_q[b + 1] - i.cu_seqlens_q[b]);
-    }
+    let (moved, tokens) = only(&step, &order);
     let (want, caches) = run(&gpu, &step, kind);
     let (got, moved_caches) = run(&gpu, &moved, kind);
     let all: Vec<usize> = (0..tokens.len()).collect();
@@ -73,21 +57,8 @@ fn page_ids_do_not_matter(
 ) {
     let Some(gpu) = gpu("properties::page_ids_do_not_matter") else { return };
     let step = gpu.step(&spec(name, kind), 92);
-    let page = step.cache.page_size;
-    let pages = step.cache.k.len() / (page * ROW);
-    let renamed = |id: usize| pages - 1 - id;
-    let mut moved = step.clone();
-    for (to, from) in [(&mut moved.cache.k, &step.cache.k), (&mut moved.cache.v, &step.cache.v)] {
-        for id in 0..pages {
-            to[renamed(id) * page * ROW..][..page * ROW].copy_from_slice(&from[id * page * ROW..][..page * ROW]);
-        }
-    }
-    moved.input.page_table.iter_mut().filter(|id| **id >= 0).for_each(|id| *id = renamed(*id as usize) as i32);
-    moved
-        .input
-        .cache_loc
-        .iter_mut()
-        .for_each(|at| *at = (renamed(*at as usize / page) * page + *at as usize % page) as i64);
+    let pages = step.cache.k.len() / (step.cache.page_size * ROW);
+    let moved = with_pages_renamed(&step, ROW, |id| pages - 1 - id);
     let all: Vec<usize> = (0..step.input.positions.len()).collect();
     same_bits("pages renamed", &run(&gpu, &moved, kind).0, &all, &run(&gpu, &step, kind).0, &all);
 }
@@ -135,20 +106,19 @@ fn rows_without_length_change_no_bit(
     let step = gpu.step(&spec(name, kind), 94);
     let (batch, width) = (step.input.cache_seqlens.len(), step.input.table_width);
     let empty = if batch > 5 { vec![0, batch / 2, batch - 1] } else { vec![1, batch - 1] };
-    let tokens = |b: usize| step.input.cu_seqlens_q[b] as usize..step.input.cu_seqlens_q[b + 1] as usize;
     let mut padded = step.clone();
     for &b in &empty {
         padded.input.cache_seqlens[b] = length;
         if b == empty[0] {
             padded.input.page_table[b * width..(b + 1) * width].fill(-1);
         }
-        padded.input.cache_loc[tokens(b)].fill(-1);
+        padded.input.cache_loc[tokens(&step, b)].fill(-1);
     }
-    let real: Vec<usize> = (0..batch).filter(|b| !empty.contains(b)).flat_map(tokens).collect();
+    let real: Vec<usize> = (0..batch).filter(|b| !empty.contains(b)).flat_map(|b| tokens(&step, b)).collect();
     let ((want, _), (got, _)) = (run(&gpu, &step, kind), run(&gpu, &padded, kind));
     same_bits("rows without length", &got, &real, &want, &real);
     let core = got.taps.unwrap().attn_core;
-    for t in empty.into_iter().flat_map(tokens) {
+    for t in empty.into_iter().flat_map(|b| tokens(&step, b)) {
         assert!(core[t * 1024..(t + 1) * 1024].iter().all(|v| *v == 0.0), "no visible key gives zeros");
     }
 }
