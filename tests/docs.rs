@@ -286,6 +286,25 @@ fn operations_are_the_recorded_ones() {
     assert_eq!(seen, cases.iter().map(|c| c["kernels"].as_array().unwrap().len()).sum::<usize>());
 }
 
+/// docs/engines.md: attention, kernel, schedule and layer by engine.
+#[test]
+fn engines_are_the_recorded_ones() {
+    let text = read("docs/engines.md");
+    let record = record("engines");
+    let cases = record["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 40);
+    let shown = |us: f64| if us < 100.0 { format!("{us:.1}") } else { format!("{us:.0}") };
+    let (engines, schedule) = (["own", "fa3", "sglang"], [("fa3", "schedule")]);
+    let of = |part| engines.map(|engine| (engine, part));
+    let columns = [&of("attention")[..], &of("attention_kernel"), &schedule, &of("layer")].concat();
+    for case in cases {
+        let (name, kind) = case["case"].as_str().unwrap().rsplit_once('-').unwrap();
+        let cells: Vec<String> = columns.iter().map(|(e, part)| shown(case[e][part].as_f64().unwrap())).collect();
+        let row = format!("| {name}, {kind} | {} |", cells.join(" | "));
+        assert!(text.lines().any(|line| line == row), "docs/engines.md does not have: {row}");
+    }
+}
+
 /// README.md's table, in words: `decode, 8 requests, 8k, full`, `verify 8 tokens, 1 request, 8k`, `prefill 512 after 8k, full`.
 #[test]
 fn the_readme_shows_recorded_figures() {
