@@ -18,7 +18,7 @@ pub const SKINNY_TOKENS: u32 = 128;
 /// Up to this many tokens the router runs over its FP32 rows; above, as a product of FP16 halves.
 pub const ROUTER_ROWS_TOKENS: u32 = 5;
 /// Up to this many tokens that product is summed in clusters (the sizes are `router_tiled`'s).
-const ROUTER_CLUSTER_TOKENS: u32 = 128;
+pub const ROUTER_CLUSTER_TOKENS: u32 = 128;
 /// What is left of 64 slices of K when 8 CTAs have added theirs (up to 64 tokens), or of 32 in fours.
 const ROUTER_CLUSTER_SPLITS: u32 = 8;
 /// Query lengths above this take the tiled attention kernel.

@@ -5,7 +5,7 @@ use crate::cases::{self, Case};
 use crate::{machine, report};
 use muse_spark_layer::backend::cpu::{StepOptions, StepOutput, TapValues};
 use muse_spark_layer::numerics::relative_l2;
-use muse_spark_layer::routing::busiest_start;
+use muse_spark_layer::routing::{busiest_start, route_score};
 use muse_spark_layer::weights::derived::residual_coefficients;
 use muse_spark_layer::{
     synthetic, Backend, DecoderLayer, Error, LayerConfig, LayerWeights, NamedTensors, Result, Taps,
@@ -169,8 +169,8 @@ fn compare(config: &LayerConfig, pair: &Pair, case: &Case, seed: u64) -> Result<
         }
         agree[t] = false;
         let biased = |id: i32| {
-            let logit = f64::from(want_taps.router_logits[t * config.n_experts + id as usize]);
-            (1.0 / (1.0 + (-logit * config.router_multiplier).exp())) as f32 + pair.bias[id as usize]
+            let logit = want_taps.router_logits[t * config.n_experts + id as usize];
+            route_score(config, logit.into()) + pair.bias[id as usize]
         };
         let lowest = a.iter().map(|id| biased(*id)).fold(f32::INFINITY, f32::min);
         if let Some(id) = b.iter().find(|id| !a.contains(id) && biased(**id) < lowest - TIE) {

@@ -4,6 +4,7 @@ use crate::args::PlanArgs;
 use crate::bench::floor::{self, Load, BYTES_PER_US, FLOPS_PER_US};
 use crate::bench::kernels::{self, Keys};
 use crate::report;
+use muse_spark_layer::backend::cuda::heuristics::ROUTER_CLUSTER_TOKENS;
 use muse_spark_layer::plan::{AttentionPlan, DensePlan, RouterForm};
 use muse_spark_layer::{AttentionEngine, LayerConfig, Plan, Result};
 
@@ -12,9 +13,6 @@ use muse_spark_layer::{AttentionEngine, LayerConfig, Plan, Result};
 const REACHED_BYTES_PER_US: f64 = 0.94 * BYTES_PER_US;
 const REACHED_FLOPS_PER_US: f64 = 0.80 * FLOPS_PER_US;
 const STAGE_US: f64 = 1.8;
-/// Up to this many tokens the router of FP16 halves is summed in clusters: the constant of this name in
-/// `src/backend/cuda/heuristics.rs`.
-const ROUTER_CLUSTER_TOKENS: u32 = 128;
 /// Routes a token that the busiest of eight ranks gets from the synthetic router.
 const ROUTES_A_TOKEN: f64 = 2.55;
 
@@ -179,35 +177,20 @@ fn text(r: &PlanReport, usual: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::cases;
+    use crate::bench::{cases, results};
     use muse_spark_layer::WeightKind;
-    use serde::Deserialize;
-
-    #[derive(Deserialize)]
-    struct Judge {
-        timed: Vec<Timed>,
-    }
-    #[derive(Deserialize)]
-    struct Timed {
-        case: String,
-        us: f64,
-        routes: f64,
-        distinct: f64,
-    }
 
     /// The prediction is worth its place: on every recorded case it is within a fifth, on the mean within a tenth.
     #[test]
     fn predictions_are_near_what_was_measured() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/h200-judge.json");
-        let judge: Judge = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let judge = results::judge();
         let config = LayerConfig::muse_spark_tp8();
         let mut logs = Vec::new();
         for case in cases::timed() {
             let Some(measured) = judge.timed.iter().find(|t| t.case == case.name) else { continue };
             let plan = Plan::new(case.key(), WeightKind::Nvfp4, 132).unwrap();
-            let load = Load { routes: measured.routes, experts: measured.distinct };
             let keys = Keys::of(&config, case.kind, (0..case.batch).map(|_| (case.ctx, case.q_len)));
-            let predicted: f64 = rows(&config, &plan, load, keys).iter().map(|r| r.predicted_us).sum();
+            let predicted: f64 = rows(&config, &plan, measured.load(), keys).iter().map(|r| r.predicted_us).sum();
             let ratio = predicted / measured.us;
             println!("{:26} {predicted:8.1} predicted {:8.1} measured {ratio:.2}", case.name, measured.us);
             assert!((0.83..1.2).contains(&ratio), "{}: {predicted} against {}", case.name, measured.us);

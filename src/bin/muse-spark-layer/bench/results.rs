@@ -2,6 +2,7 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use super::cases::Phase;
+use super::floor::Load;
 use crate::report;
 use muse_spark_layer::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,6 @@ pub struct Report {
     pub sms: u32,
     pub cuda_driver: String,
     /// The attention engine.
-    #[serde(default = "own")]
     pub engine: String,
     pub layers: usize,
     pub reps: usize,
@@ -25,11 +25,6 @@ pub struct Report {
     pub event_us: f64,
     pub cases: Vec<CaseResult>,
     pub geometric_means: Vec<Mean>,
-}
-
-/// Records from before there was a choice.
-fn own() -> String {
-    "own".into()
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -61,6 +56,37 @@ pub struct Kernel {
     pub tb_per_s: f64,
     pub floor_us: f64,
     pub share: f64,
+}
+
+/// What is read of the judge's JSON (`judge.py --json`).
+#[derive(Debug, Deserialize)]
+pub struct Judge {
+    pub machine: Machine,
+    pub timed: Vec<Judged>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Machine {
+    pub name: String,
+}
+
+/// A case that the judge timed.
+#[derive(Debug, Deserialize)]
+pub struct Judged {
+    pub case: String,
+    pub us: f64,
+    #[serde(rename = "sol_us")]
+    pub floor_us: f64,
+    pub routes: f64,
+    #[serde(rename = "distinct")]
+    pub experts: f64,
+}
+
+impl Judged {
+    /// Its load, as the judge counted it.
+    pub fn load(&self) -> Load {
+        Load { routes: self.routes, experts: self.experts }
+    }
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -114,6 +140,12 @@ pub fn geometric_means(cases: &[CaseResult]) -> Vec<Mean> {
 pub fn load<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::File { path: path.into(), source })?;
     serde_json::from_str(&text).map_err(|e| Error::Format { path: path.into(), problem: e.to_string() })
+}
+
+/// The judge's recorded results, which tests compare with.
+#[cfg(test)]
+pub fn judge() -> Judge {
+    load(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/benches/results/h200-judge.json"))).unwrap()
 }
 
 /// Writes the document.
@@ -243,7 +275,7 @@ mod tests {
             device: "a GPU".into(),
             sms: 132,
             cuda_driver: "13.0".into(),
-            engine: own(),
+            engine: "own".into(),
             layers: 1,
             reps: 30,
             seed: 1,

@@ -1,6 +1,6 @@
 //! What the pictures show, from recorded documents or from a run.
 
-use crate::bench::results::{self, CaseResult, Report};
+use crate::bench::results::{self, CaseResult, Judge, Report};
 use muse_spark_layer::Result;
 use serde::Deserialize;
 use std::path::Path;
@@ -36,21 +36,6 @@ pub struct Data {
 }
 
 #[derive(Deserialize)]
-struct Judge {
-    machine: Machine,
-    timed: Vec<JudgeTimed>,
-}
-#[derive(Deserialize)]
-struct Machine {
-    name: String,
-}
-#[derive(Deserialize)]
-struct JudgeTimed {
-    case: String,
-    us: f64,
-    sol_us: f64,
-}
-#[derive(Deserialize)]
 struct Peer {
     timed: Vec<PeerTimed>,
 }
@@ -60,20 +45,10 @@ struct PeerTimed {
     us: f64,
 }
 
-/// What `check --json` writes; it was the cases alone once.
+/// What is read of `check --json`.
 #[derive(Deserialize)]
-#[serde(untagged)]
-enum Checked {
-    Report { cases: Vec<Distances> },
-    Cases(Vec<Distances>),
-}
-
-impl Checked {
-    fn cases(self) -> Vec<Distances> {
-        match self {
-            Checked::Report { cases } | Checked::Cases(cases) => cases,
-        }
-    }
+struct Checked {
+    cases: Vec<Distances>,
 }
 
 impl Data {
@@ -83,14 +58,14 @@ impl Data {
         let peer: Peer = results::load(&folder.join("h200-sglang.json"))?;
         let bench: Report = results::load(&folder.join("h200-bench.json"))?;
         let checked: Checked = results::load(&folder.join("h200-check.json"))?;
-        let timed = judge.timed.into_iter().map(|t| Timed { case: t.case, us: t.us, floor_us: t.sol_us }).collect();
+        let timed = judge.timed.into_iter().map(|t| Timed { case: t.case, us: t.us, floor_us: t.floor_us }).collect();
         Ok(Data {
             device: judge.machine.name,
             timed,
             peer: peer.timed.into_iter().map(|t| (t.case, t.us)).collect(),
             event_us: bench.event_us,
             kernels: with_kernels(bench.cases),
-            distances: checked.cases(),
+            distances: checked.cases,
         })
     }
 
