@@ -319,6 +319,7 @@ pub enum Taps {
 }
 
 /// A page size the cache supports: a power of two from 1 to 256.
+#[doc(hidden)]
 pub fn check_page_size(page_size: usize) -> Result<()> {
     if page_size.is_power_of_two() && page_size <= 256 {
         return Ok(());

@@ -42,7 +42,7 @@ impl PagedKvCache {
                 got: rows,
             });
         }
-        if !k.is_empty() && k.ptr() < v.end() && v.ptr() < k.end() {
+        if !k.is_empty() && k.overlaps(&v) {
             return Err(Error::Alias { tensor: "k_cache".into(), other: "v_cache".into() });
         }
         Ok(PagedKvCache { k, v })

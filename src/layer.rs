@@ -187,13 +187,13 @@ impl DecoderLayer {
 
 #[cfg(not(feature = "cuda"))]
 fn cuda_engine(_device: i32, config: &LayerConfig, _weights: &LayerWeights) -> Result<Engine> {
-    crate::backend::cuda::model::check_dimensions(config)?;
+    m::check_dimensions(config)?;
     Err(Error::NoCuda)
 }
 
 #[cfg(feature = "cuda")]
 fn cuda_engine(device: i32, config: &LayerConfig, weights: &LayerWeights) -> Result<Engine> {
-    crate::backend::cuda::model::check_dimensions(config)?;
+    m::check_dimensions(config)?;
     let device = Device::new(device)?;
     let weights = Box::new(DeviceWeights::new(&device, config, weights)?);
     Ok(Engine::Cuda { device, weights })
@@ -343,17 +343,6 @@ impl DecoderLayer {
         })
     }
 
-    /// The checks of [`DecoderLayer::forward`] alone.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub(crate) fn check(&self, plan: &Plan, input: &DeviceInput, output: &DeviceOutput) -> Result<()> {
-        let checked = step::check_step(plan, input, output, self.has_next_norm)?;
-        match &self.engine {
-            Engine::Cpu(_) => Ok(()),
-            #[cfg(feature = "cuda")]
-            Engine::Cuda { device, .. } => self.check_on_device(plan, &checked, device),
-        }
-    }
-
     /// The first half of segment 3 at up to 8 tokens: `moe_mix` BF16 `[T, 4096]`, summed over the ranks, to this
     /// rank's `slice` FP32 `[T, 1024]`, to be gathered over the ranks.
     pub fn unpool_block(
@@ -402,10 +391,7 @@ impl DecoderLayer {
         fill: impl FnOnce(&mut Args, &Layout),
     ) -> Result<()> {
         match &self.engine {
-            Engine::Cpu(_) => {
-                let what = "a step on device memory (use `forward_host`)".into();
-                Err(Error::Unsupported { backend: "CPU", what })
-            }
+            Engine::Cpu(_) => Err(not_on_cpu()),
             #[cfg(feature = "cuda")]
             Engine::Cuda { device, weights } => {
                 self.check_on_device(plan, &checked, device)?;
@@ -428,6 +414,17 @@ impl DecoderLayer {
                 let Call { ranks, after, .. } = call;
                 Step { device, weights, plan, scratch, args, launch, ranks, after }.run(segment)
             }
+        }
+    }
+
+    /// The checks of [`DecoderLayer::forward`] alone.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn check(&self, plan: &Plan, input: &DeviceInput, output: &DeviceOutput) -> Result<()> {
+        let checked = step::check_step(plan, input, output, self.has_next_norm)?;
+        match &self.engine {
+            Engine::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Engine::Cuda { device, .. } => self.check_on_device(plan, &checked, device),
         }
     }
 
@@ -455,6 +452,11 @@ impl DecoderLayer {
         }
         Ok(())
     }
+}
+
+/// A step on device memory was asked of the CPU backend.
+pub(crate) fn not_on_cpu() -> Error {
+    Error::Unsupported { backend: "CPU", what: "a step on device memory (use `forward_host`)".into() }
 }
 
 /// What a measured step does between its operations, by name.

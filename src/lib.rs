@@ -7,20 +7,21 @@
 //! | [`config`] | dimensions, and the choices a step makes |
 //! | [`plan`] | what a step launches: plain data, printable |
 //! | [`step`] | a step's tensors in device memory, and their checks |
-//! | [`collective`] | what ranks say to each other between the segments |
+//! | [`collective`] | sums and gathers over the ranks, between the segments |
 //! | [`scheduler`] | the scheduler metadata of the engine `fa3` |
 //! | [`kv_cache`], [`workspace`], [`stream`] | views of the cache, scratch memory, the caller's stream |
 //! | [`weights`] | from host arrays, device memory or safetensors; NVFP4 |
-//! | [`routing`] | top 8 and the expert lists, for the CPU |
+//! | [`routing`] | top 8 and the expert lists, on the CPU |
+//! | [`synthetic`] | weights and steps made from integers, for examples, tests and measurements |
 //! | [`backend`] | `cpu`: one function per operation, any dimensions; `cuda`: kernels behind a bridge |
 //! | `capi` | the C ABI, which `csrc/include/muse_spark_layer.h` documents |
 //! | `dlpack` | DLPack tensors as a step's tensors (feature `dlpack`) |
-//! | [`tensor`], [`numerics`], [`error`] | plain tensors, small number formats, typed errors |
+//! | [`tensor`], [`error`] | plain tensors, typed errors |
 //!
-//! What is hidden from these pages (the bridge, launch parameters and heuristics, scratch layouts, checks of a call)
-//! is open to the crate's own tests and command line, and promises nothing.
+//! What is hidden from these pages (the bridge, launch parameters and heuristics, scratch layouts, checks of a call,
+//! number formats) is there for the crate's own tests and command line, and promises nothing.
 //!
-//! Without the feature `cuda` everything but the GPU itself is here: the CPU backend, plans, checks.
+//! Without the feature `cuda` everything is here but the GPU itself: the CPU backend, plans, checks.
 
 #![warn(missing_docs)]
 
@@ -34,6 +35,7 @@ pub mod dlpack;
 pub mod error;
 pub mod kv_cache;
 pub mod layer;
+#[doc(hidden)]
 pub mod numerics;
 pub mod plan;
 pub mod routing;

@@ -17,6 +17,7 @@ pub const MAX_TOKENS: u32 = 32768;
 /// The most requests a step may have.
 pub const MAX_REQUESTS: u32 = 16384;
 /// The most multiprocessors a device may have.
+#[doc(hidden)]
 pub const MAX_SM_COUNT: u32 = 1024;
 /// The longest request, in tokens, that the attention's index arithmetic is made for.
 pub const MAX_TABLE_TOKENS: u64 = 1 << 24;
@@ -340,6 +341,7 @@ impl Plan {
     }
 
     /// A plan with launches of the caller's choice (benchmarks, tests).
+    #[doc(hidden)]
     pub fn with_launches(key: PlanKey, launches: Launches, sm_count: u32) -> Plan {
         let mut plan = Plan { key, sm_count, launches, workspace_bytes: 0 };
         plan.workspace_bytes = Layout::measure(&plan);

@@ -13,12 +13,14 @@ pub struct TopK {
 }
 
 /// `sigmoid(logit * router_multiplier)`, in FP64, rounded to FP32.
+#[doc(hidden)]
 pub fn route_score(config: &LayerConfig, logit: f64) -> f32 {
     (1.0 / (1.0 + (-logit * config.router_multiplier).exp())) as f32
 }
 
 /// The `k` largest of `biased`, largest first, lowest index first among equals. A NaN ranks below
 /// everything, so the ids are distinct and in range whatever the values are.
+#[doc(hidden)]
 pub fn top_k(biased: &[f32], k: usize) -> Vec<usize> {
     // Positive and negative zero are equal; NaN becomes the least key.
     let key = |i: usize| {
@@ -56,12 +58,14 @@ pub fn router_topk(config: &LayerConfig, logits: &[f64], bias: &[f32]) -> TopK {
 }
 
 /// The weights of one token's routes from their unbiased scores: normalised over all of them, local or not.
+#[doc(hidden)]
 pub fn route_weights(config: &LayerConfig, scores: impl Iterator<Item = f32> + Clone) -> Vec<f32> {
     let sum: f32 = scores.clone().sum::<f32>() + config.route_eps;
     scores.map(|s| s / sum * config.route_scale).collect()
 }
 
 /// The local expert that holds id `expert`, if this rank does: ids `local_start ..` wrap at `n_experts`.
+#[doc(hidden)]
 pub fn local_expert(config: &LayerConfig, expert: i32, local_start: i32) -> Option<usize> {
     let local = (i64::from(expert) - i64::from(local_start)).rem_euclid(config.n_experts as i64) as usize;
     (local < config.local_experts).then_some(local)
@@ -110,6 +114,7 @@ impl ExpertLists {
 }
 
 /// The `local_start` (a multiple of `local_experts`) whose experts `ids` choose most, the first such.
+#[doc(hidden)]
 pub fn busiest_start(config: &LayerConfig, ids: &[i32]) -> i32 {
     let mut pairs = vec![0usize; config.ranks()];
     for &id in ids {

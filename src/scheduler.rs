@@ -87,9 +87,8 @@ impl SchedulerMetadata {
         cu_seqlens_q.expect_contiguous("cu_seqlens_q", DType::I32, &[requests + 1], 4)?;
         cache_seqlens.expect_contiguous("cache_seqlens", DType::I32, &[requests], 4)?;
         memory.expect_contiguous("memory", DType::I32, &[SchedulerMetadata::words(plan)], 16)?;
-        let end = memory.ptr() + memory.span_bytes();
         for (name, t) in [("cu_seqlens_q", cu_seqlens_q), ("cache_seqlens", cache_seqlens)] {
-            if memory.ptr() < t.ptr() + t.span_bytes() && t.ptr() < end {
+            if memory.overlaps(t) {
                 return Err(Error::Alias { tensor: "memory".into(), other: name.into() });
             }
         }

@@ -17,7 +17,7 @@ use crate::collective::{Collective, Identity};
 use crate::config::{LayerKind, Taps};
 use crate::error::{Error, Result};
 use crate::kv_cache::PagedKvCache;
-use crate::layer::{Backend, DecoderLayer};
+use crate::layer::{not_on_cpu, Backend, DecoderLayer};
 use crate::plan::{Plan, PlanKey};
 use crate::scheduler::SchedulerMetadata;
 use crate::step::{AttentionInput, DeviceInput, DeviceOutput, DeviceTaps};
@@ -326,8 +326,7 @@ impl DecoderStack {
         let value = |what: &str, wanted: String, got: String| Err(Error::Value { what: what.into(), wanted, got });
         let layers = self.layers.len();
         if self.backend() == Backend::Cpu {
-            let what = "a step on device memory (use `forward_host`)".into();
-            return Err(Error::Unsupported { backend: "CPU", what });
+            return Err(not_on_cpu());
         }
         if plan.of_layer.len() != layers {
             let (planned, got) = (plan.of_layer.len().to_string(), layers.to_string());

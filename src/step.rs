@@ -245,15 +245,10 @@ impl<'a> Checked<'a> {
 
     /// No output overlaps an input or another output.
     fn apart(self) -> Result<Checked<'a>> {
-        let span = |t: &DeviceTensor| (t.ptr(), t.end());
         for (i, &(name, t)) in self.outputs.iter().flatten().enumerate() {
-            let (begin, end) = span(t);
-            let others = self.inputs.iter().flatten().chain(self.outputs.iter().flatten().take(i));
-            for &(other, o) in others {
-                let (b, e) = span(o);
-                if begin < e && b < end {
-                    return Err(Error::Alias { tensor: name.into(), other: other.into() });
-                }
+            let mut others = self.inputs.iter().flatten().chain(self.outputs.iter().flatten().take(i));
+            if let Some((other, _)) = others.find(|(_, o)| t.overlaps(o)) {
+                return Err(Error::Alias { tensor: name.into(), other: other.to_string() });
             }
         }
         Ok(self)

@@ -450,6 +450,7 @@ fn residual_stream(hidden: usize, spec: &StepSpec, seed: u64) -> (Vec<f32>, Vec<
 
 /// A digest of bytes: the sum over little-endian 64-bit words (the last one filled with zeros) of
 /// `mix(word + (index + 1) * GOLDEN)`, plus `mix(length)`.
+#[doc(hidden)]
 pub fn digest(bytes: &[u8]) -> u64 {
     let words = bytes.chunks(8).map(|c| {
         let mut word = [0; 8];
@@ -462,6 +463,7 @@ pub fn digest(bytes: &[u8]) -> u64 {
 }
 
 /// A digest of named tensors: the sum of `mix(fnv1a(name) ^ digest(bytes))`.
+#[doc(hidden)]
 pub fn digest_all(tensors: &NamedTensors) -> u64 {
     tensors.0.iter().fold(0, |sum, (name, t)| sum.wrapping_add(mix(fnv1a(name) ^ digest(t.bytes()))))
 }

@@ -396,6 +396,11 @@ impl DeviceTensor {
         self.ptr.saturating_add(self.span_bytes())
     }
 
+    /// Whether some byte may belong to both.
+    pub(crate) fn overlaps(&self, other: &DeviceTensor) -> bool {
+        self.ptr < other.end() && other.ptr < self.end()
+    }
+
     /// The element type.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -16,10 +16,12 @@ use crate::stack::StackPlan;
 use crate::tensor::{DType, DeviceTensor};
 
 /// Words of the control block: counters, then the flags of the experts' `carry`, one an SM.
+#[doc(hidden)]
 pub const CONTROL_WORDS: usize = 256;
 /// The first of those flags.
 pub(crate) const CARRY_FLAGS: u32 = 64;
 /// Bytes of the control block.
+#[doc(hidden)]
 pub const CONTROL_BYTES: u64 = 4 * CONTROL_WORDS as u64;
 /// Alignment of a workspace and of every region in it.
 pub const ALIGNMENT: u64 = 256;
@@ -299,6 +301,7 @@ impl Workspace {
     /// Fills the scratch (not the control block) with 0xFF, NaN in every floating-point type: for tests.
     /// Synchronises.
     #[cfg(feature = "cuda")]
+    #[doc(hidden)]
     pub fn poison(&mut self, device: &crate::backend::cuda::Device) -> Result<()> {
         if device.ordinal() != self.device {
             return Err(Error::Device { tensor: "workspace".into(), wanted: self.device, got: device.ordinal() });
@@ -308,6 +311,7 @@ impl Workspace {
 
     /// The control block's words, all zero between calls: for tests. Synchronises.
     #[cfg(feature = "cuda")]
+    #[doc(hidden)]
     pub fn control(&self, device: &crate::backend::cuda::Device) -> Result<[u32; CONTROL_WORDS]> {
         let mut bytes = [0; CONTROL_BYTES as usize];
         device.read(self.base, &mut bytes)?;

@@ -21,6 +21,7 @@ pub fn weights(config: &LayerConfig, seed: u64) -> Result<NamedTensors<'static>>
 }
 
 /// The dimensions of the layer of which `config` is one of `ranks` ranks: all heads and all experts.
+#[doc(hidden)]
 pub fn whole_config(config: &LayerConfig, ranks: usize) -> LayerConfig {
     LayerConfig {
         q_heads: config.q_heads * ranks,
@@ -33,6 +34,7 @@ pub fn whole_config(config: &LayerConfig, ranks: usize) -> LayerConfig {
 /// The part that rank `rank` of `ranks` holds of the weights of [`whole_config`]: its heads and experts, element by
 /// element those of `weights(&whole_config(config, ranks), seed)`, and everything that all ranks hold. The experts
 /// begin at `rank * local_experts`.
+#[doc(hidden)]
 pub fn rank_weights(config: &LayerConfig, seed: u64, rank: usize, ranks: usize) -> Result<NamedTensors<'static>> {
     config.validate()?;
     if rank >= ranks {
@@ -132,6 +134,7 @@ fn block_scales(seed: u64, name: &str, first: usize, n: usize) -> Vec<u8> {
 
 /// Weights that show what the usual ones hide: residual gates that reach the clamp, norm weights far
 /// from 1, branches small enough for every epsilon to count, experts whose block scales are subnormal.
+#[doc(hidden)]
 pub fn stress(config: &LayerConfig, tensors: &mut NamedTensors<'static>) -> Result<()> {
     let dense = |tensors: &mut NamedTensors<'static>, name: &str, rows: Range<usize>, factor: f32| -> Result<()> {
         let tensor = tensors.get(name)?;

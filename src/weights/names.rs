@@ -63,6 +63,7 @@ pub fn specs(config: &LayerConfig) -> Vec<Spec> {
 }
 
 /// Bytes of a layer's weights as the reference holds them.
+#[doc(hidden)]
 pub fn bytes(config: &LayerConfig) -> u64 {
     let size = |s: &Spec| s.shapes[0].iter().product::<usize>() as u64 * s.dtypes[0].size() as u64;
     specs(config).iter().map(size).sum()
