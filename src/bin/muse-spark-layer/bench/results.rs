@@ -2,6 +2,7 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use super::cases::Phase;
+#[cfg(test)]
 use super::floor::Load;
 use crate::report;
 use muse_spark_layer::{Error, Result};
@@ -77,11 +78,14 @@ pub struct Judged {
     pub us: f64,
     #[serde(rename = "sol_us")]
     pub floor_us: f64,
+    #[cfg(test)]
     pub routes: f64,
+    #[cfg(test)]
     #[serde(rename = "distinct")]
     pub experts: f64,
 }
 
+#[cfg(test)]
 impl Judged {
     /// Its load, as the judge counted it.
     pub fn load(&self) -> Load {
