@@ -1,5 +1,5 @@
-//! What is fed with bytes: each function must return, whatever they are, without a panic and without asking for memory
-//! out of proportion. `fuzz/run.sh` feeds them for minutes, `cargo test --test fuzz_seeds` what is kept in `fuzz/seeds`.
+//! The fuzz targets: each takes bytes and must return, whatever they are, without a panic and without asking for memory out
+//! of proportion. `fuzz/run.sh` runs them for minutes, `cargo test --test fuzz_seeds` on what is kept in `fuzz/seeds`.
 #![allow(dead_code)] // each target is a program of its own
 
 use muse_spark_layer::backend::cpu::CpuLayer;

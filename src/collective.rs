@@ -1,4 +1,4 @@
-//! What the ranks of a deployment say to each other between the segments of a layer.
+//! Sums and gathers over the ranks of a deployment, between the segments of a layer.
 //!
 //! | after | what | elements | at |
 //! |---|---|---|---|
@@ -45,8 +45,8 @@ pub trait Collective: fmt::Debug + Send + Sync {
     /// How many there are.
     fn ranks(&self) -> usize;
 
-    /// Whether there is nobody to talk to: then none of the methods below is called, the partials are taken for
-    /// the sums, and the unpooler's slice for the whole, with zeros beside it.
+    /// Whether this is the only rank. Then none of the methods below is called; the partials are taken for the
+    /// sums, and the unpooler's slice for the whole, with zeros beside it.
     fn is_identity(&self) -> bool {
         false
     }
@@ -58,25 +58,25 @@ pub trait Collective: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Puts the sum over the ranks in place of `partial`, in device memory.
+    /// Replaces `partial`, in device memory, by its sum over the ranks.
     fn all_reduce(&self, call: &'static str, partial: &DeviceTensor, at: Queue) -> Result<()> {
         let _ = (partial, at);
         unsupported("CUDA", self, call)
     }
 
-    /// Puts every rank's `part` at `[rank]` of `gathered`, of which the own part may be the place, in device memory.
+    /// Puts every rank's `part` at `[rank]` of `gathered`, in device memory. `part` may lie there already.
     fn all_gather(&self, call: &'static str, part: &DeviceTensor, gathered: &DeviceTensor, at: Queue) -> Result<()> {
         let _ = (part, gathered, at);
         unsupported("CUDA", self, call)
     }
 
-    /// Waits for the work queued on `stream`, collectives among it, and tells of a rank that was lost. Not for capture.
+    /// Waits for the work queued on `stream`, collectives included; [`Error::RankLost`] if a rank was lost. Not for capture.
     fn wait(&self, stream: Stream) -> Result<()> {
         let _ = stream;
         unsupported("CUDA", self, "wait")
     }
 
-    /// Puts the sum over the ranks in place of `partial`.
+    /// Replaces `partial`, in host memory, by its sum over the ranks.
     fn all_reduce_host(&self, call: &'static str, partial: &mut [f32]) -> Result<()> {
         let _ = partial;
         unsupported("CPU", self, call)

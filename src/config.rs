@@ -49,6 +49,7 @@ pub enum WeightKind {
     Bf16,
 }
 
+/// Each variant's name, by which it is shown and parsed.
 macro_rules! names {
     ($t:ty { $($v:ident = $n:literal),* $(,)? }) => {
         impl fmt::Display for $t {
@@ -71,6 +72,8 @@ macro_rules! names {
         }
     };
 }
+pub(crate) use names;
+
 names!(LayerKind { Full = "full", Sliding = "sliding" });
 names!(QueryPrecision { Fp32 = "fp32", Bf16 = "bf16", Fp16 = "fp16", E4m3 = "e4m3" });
 names!(WeightKind { Nvfp4 = "nvfp4", Bf16 = "bf16" });

@@ -1,9 +1,9 @@
 //! The decoder layer: [`DecoderLayer::new`], [`DecoderLayer::plan`], [`DecoderLayer::forward`].
 //!
 //! `forward` runs a step on device memory: it allocates nothing, synchronises nothing, uses only the
-//! caller's stream, and may be captured into a CUDA graph, as its first call too. The layer can be called
-//! whole, where the ranks' partials are taken for the sums; over ranks ([`DecoderLayer::forward_with`], with a
-//! [`Collective`] between the segments); or in three segments with the caller's communication between them:
+//! caller's stream, and may be captured into a CUDA graph, even as the first call. The layer can be called
+//! whole, for one rank whose partials are taken for the sums; over ranks ([`DecoderLayer::forward_with`], with a
+//! [`Collective`] between the segments); or in three segments, with the caller's communication between them:
 //!
 //! 1. [`DecoderLayer::attention_block`] to `attn_out`, a partial to be summed over the ranks;
 //! 2. [`DecoderLayer::moe_block`] to `moe_mix`, a partial to be summed over the ranks;
@@ -109,8 +109,8 @@ impl DecoderLayer {
         }
     }
 
-    /// Decides what steps of `key` launch. The kernels are loaded by then, so that nothing is loaded in
-    /// capture. `MUSE_SPARK_LAYER_SYNC=1` in the environment makes every plan a debugging one, which
+    /// Decides what steps of `key` launch. (Kernels were loaded in [`DecoderLayer::new`], so that none is
+    /// loaded in capture.) `MUSE_SPARK_LAYER_SYNC=1` in the environment makes every plan a debugging one, which
     /// prints each operation to stderr, synchronises after it and names the one that failed.
     ///
     /// Errors: [`Error::Limit`] or [`Error::Value`] for a field of the key, [`Error::Unsupported`] for a choice that
@@ -205,7 +205,7 @@ impl DecoderLayer {
     ///
     /// Errors, all before anything is launched: the tensor that does not fit by its name ([`Error::Shape`],
     /// [`Error::DType`], [`Error::Stride`], [`Error::Alignment`], [`Error::Null`], [`Error::Alias`], [`Error::Missing`],
-    /// [`Error::Device`], [`Error::Memory`]), [`Error::Plan`] for a call that was not planned so, [`Error::Limit`] for a
+    /// [`Error::Device`], [`Error::Memory`]), [`Error::Plan`] for a call that does not fit the plan, [`Error::Value`] for a
     /// workspace that is too small. Then [`Error::Cuda`] or [`Error::ContextLost`], where CUDA fails.
     pub fn forward(
         &self,

@@ -6,7 +6,7 @@
 
 use crate::backend::cuda::heuristics;
 use crate::backend::cuda::model as m;
-use crate::config::{check_page_size, LayerKind, QueryPrecision, Taps, WeightKind};
+use crate::config::{check_page_size, names, LayerKind, QueryPrecision, Taps, WeightKind};
 use crate::error::{Error, Result};
 use crate::workspace::Layout;
 use serde::{Deserialize, Serialize};
@@ -35,25 +35,7 @@ pub enum AttentionEngine {
     Fa3,
 }
 
-impl fmt::Display for AttentionEngine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            AttentionEngine::Own => "own",
-            AttentionEngine::Fa3 => "fa3",
-        })
-    }
-}
-
-impl std::str::FromStr for AttentionEngine {
-    type Err = Error;
-    fn from_str(name: &str) -> Result<AttentionEngine> {
-        match name {
-            "own" => Ok(AttentionEngine::Own),
-            "fa3" => Ok(AttentionEngine::Fa3),
-            _ => Err(Error::Value { what: "engine".into(), wanted: "own, fa3".into(), got: name.into() }),
-        }
-    }
-}
+names!(AttentionEngine { Own = "own", Fa3 = "fa3" });
 
 /// The last requests of a mixed batch, which have few tokens each: decode rows and verify blocks behind prefill
 /// chunks. Their attention takes the kernels made for them; without this all requests take the longest one's.

@@ -7,9 +7,9 @@
 //! the stream only.
 //!
 //! [`DecoderStack::forward`] queues everything on the caller's stream, so a step of the whole stack is
-//! captured as one graph. The residual stream between layers is the caller's to read, for a draft model for
+//! captured as one graph. The caller can read the residual stream between layers, for a draft model for
 //! instance: [`StackOutput::streams`] has layers write it into the caller's tensors, and
-//! [`DecoderStack::forward_range`] runs some of the layers, with whatever the caller queues between two calls.
+//! [`DecoderStack::forward_range`] runs some of the layers, so that the caller can queue work between two calls.
 
 use crate::backend::cpu::{Batch, Cache, StepInput, StepOptions, StepOutput};
 use crate::backend::cuda::model as m;
@@ -132,7 +132,7 @@ pub struct StackInput {
     pub positions: DeviceTensor,
     /// i32 `[B + 1]`: the only truth on query lengths.
     pub cu_seqlens_q: DeviceTensor,
-    /// What each kind of layer has apart.
+    /// What each kind of layer has of its own.
     pub kinds: PerKind<KindInput>,
     /// Every layer's cache, also of those that do not run.
     pub caches: Vec<LayerCache>,

@@ -34,7 +34,7 @@ pub(crate) enum Source<'a> {
     Device(BTreeMap<String, DeviceTensor>),
 }
 
-/// What is told of bytes that were taken to a backend.
+/// Is called with the bytes that were taken to a backend.
 #[derive(Clone, Copy)]
 pub(crate) struct Progress<'a>(pub &'a (dyn Fn(u64) + Sync));
 

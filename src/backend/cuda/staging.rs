@@ -1,4 +1,4 @@
-//! The way of weights from host memory to the device: a ring of slots, each with pinned host memory, as much
+//! How weights get from host memory to the device: a ring of slots, each with pinned host memory, as much
 //! device memory, and a stream of its own. Whoever holds a slot fills its host memory, queues the copy and the
 //! kernels that repack it on the slot's stream, and gives it back at once; slots are taken oldest first, and
 //! waited for. So any number of threads and layers share one ring, copies and packing of some slots run while

@@ -33,7 +33,7 @@ pub fn bench(args: &BenchArgs) -> Result<bool> {
     if args.layers == 0 {
         return Err(Error::Value { what: "--layers".into(), wanted: "at least 1".into(), got: "0".into() });
     }
-    // Looked at first: a run takes long enough to be sorry about a wrong path.
+    // First, since a run takes long enough for a wrong path to be a pity.
     args.record.as_deref().map_or(Ok(()), |path| report::writable("--record", path))?;
     plot::possible(args.png)?;
     let baseline = args.baseline.as_deref().map(results::load).transpose()?;

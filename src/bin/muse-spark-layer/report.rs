@@ -34,7 +34,7 @@ pub fn list<'a>(names: impl Iterator<Item = &'a str>) -> Result<bool> {
     print(&names.collect::<Vec<_>>().join("\n")).map(|()| true)
 }
 
-/// Looks whether `path` can be a file to write: what goes there takes long enough to be sorry about a wrong path.
+/// Checks that `path` can be a file to write, before a long run whose results go there.
 pub fn writable(argument: &str, path: &Path) -> Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if !path.is_dir() && folder.is_dir() {

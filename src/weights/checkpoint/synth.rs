@@ -2,7 +2,7 @@
 //! dimensions or full size, so that loading is tested without the real files. Elements come from the
 //! integer generator of [`crate::synthetic`], each tensor under its full name; tensors are made and
 //! written piece by piece, many pieces at once, so that a 17 GB one takes no more memory than a small one.
-//! A checkpoint for a few layers or ranks only is as large to look at, but has holes in place of the rest.
+//! A checkpoint for a few layers or ranks only has files of the same size, with holes in place of the rest.
 
 use crate::error::{Error, Result};
 use crate::synthetic::Stream;

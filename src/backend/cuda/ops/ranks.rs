@@ -1,4 +1,4 @@
-//! What the ranks say to each other between the segments; nothing where there is one.
+//! The collectives between the segments, and what stands around them; nothing where there is one rank.
 #![allow(unsafe_code)]
 
 use super::Step;
