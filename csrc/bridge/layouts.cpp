@@ -79,10 +79,9 @@ rust::String layouts() {
   FIELD(ExpertGemmParams, max_routes_per_expert); FIELD(ExpertGemmParams, carry_words);
   BEGIN(CombineParams);
   FIELD(CombineParams, y); FIELD(CombineParams, norm_weight); FIELD(CombineParams, topk_scores);
-  FIELD(CombineParams, token_route); FIELD(CombineParams, accumulate); FIELD(CombineParams, moe_mix);
-  FIELD(CombineParams, y_f32); FIELD(CombineParams, tokens); FIELD(CombineParams, splits);
-  FIELD(CombineParams, route_begin); FIELD(CombineParams, route_bound); FIELD(CombineParams, first_pass);
-  FIELD(CombineParams, last_pass);
+  FIELD(CombineParams, token_route); FIELD(CombineParams, expert_offsets); FIELD(CombineParams, accumulate);
+  FIELD(CombineParams, moe_mix); FIELD(CombineParams, y_f32); FIELD(CombineParams, tokens); FIELD(CombineParams, splits);
+  FIELD(CombineParams, route_begin); FIELD(CombineParams, route_bound);
   BEGIN(FfnBoundaryParams);
   FIELD(FfnBoundaryParams, stream); FIELD(FfnBoundaryParams, branch); FIELD(FfnBoundaryParams, alpha);
   FIELD(FfnBoundaryParams, beta); FIELD(FfnBoundaryParams, post_norm_weight);

@@ -206,6 +206,7 @@ struct CombineParams {
   const float* norm_weight;      // FP32 [4096], 1 + w
   const float* topk_scores;      // [T][8]
   const int32_t* token_route;    // [T][8]
+  const int32_t* expert_offsets; // [33]; the last pass is the one that reaches their end
   float* accumulate;             // FP32 [T][4096] between passes; null with one pass
   void* moe_mix;                 // BF16 [T][4096], written by the last pass
   int32_t y_f32;
@@ -213,8 +214,6 @@ struct CombineParams {
   int32_t splits;
   int32_t route_begin;
   int32_t route_bound;
-  int32_t first_pass;
-  int32_t last_pass;
 };
 
 // ffn_boundary: f = sum of the unpooler's splits (columns outside the slice are zero) * (1 + post_ffn_norm);

@@ -60,6 +60,15 @@ __device__ __forceinline__ void sort_routes(uint32_t& place, float& score) {
   score = __shfl_sync(0xFFFFFFFFu, score, from);
 }
 
+// Whether a pass is the first, and whether it reaches the end of the routes: those behind that one have nothing to do.
+struct Pass {
+  bool first, last, beyond;
+};
+__device__ __forceinline__ Pass which_pass(const CombineParams& p) {
+  const int routes = __ldcg(p.expert_offsets + kLocalExperts);
+  return {p.route_begin == 0, routes - p.route_begin <= p.route_bound, p.route_begin > 0 && routes <= p.route_begin};
+}
+
 // Rows of the first kBatch routes in `slots` (which loses them), the splits added in order. Lane s of each
 // warp holds slot s's place and score.
 template <int kBatch, bool kFloat>
@@ -136,6 +145,11 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
   if constexpr (kCtas > 1) look_up(blockIdx.x / kCtas);
   cluster.ready();
   pdl_wait();
+  Pass pass = {true, true, false};
+  if constexpr (kPasses) {
+    pass = which_pass(p);
+    if (pass.beyond) return;
+  }
 
   int round = 0;
   for (int token = blockIdx.x / kCtas; token < p.tokens; token += gridDim.x / kCtas) {
@@ -144,8 +158,8 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
     const int64_t row = int64_t(token) * kExpertDim + column;
     Float8 sum = {};
     if constexpr (kPasses) {
-      if (slots == 0 && !p.first_pass && !p.last_pass) continue;
-      if (!p.first_pass) sum = load8(p.accumulate + row);
+      if (slots == 0 && !pass.first && !pass.last) continue;
+      if (!pass.first) sum = load8(p.accumulate + row);
     }
     while (slots != 0) {
       const int n = __popc(slots);
@@ -178,7 +192,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kCombineThreads 
         }
       }
     }
-    if (!kPasses || p.last_pass) {
+    if (!kPasses || pass.last) {
       store_bf16x8(static_cast<__nv_bfloat16*>(p.moe_mix) + row, sum);
     } else {
       store8(p.accumulate + row, sum);

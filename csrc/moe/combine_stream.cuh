@@ -60,6 +60,8 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
   }
   __syncthreads();
   pdl_wait();
+  const Pass pass = which_pass(p);
+  if (pass.beyond) return;
 
   int stage = 0;
   uint32_t parity = 0;
@@ -95,10 +97,10 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
         }
         continue;
       }
-      if (slots == 0 && !p.first_pass && !p.last_pass) continue;
+      if (slots == 0 && !pass.first && !pass.last) continue;
       const int64_t row = (first + int64_t(i) * gridDim.x) * kExpertDim + column;
       Float8 sum[2] = {};
-      if (!p.first_pass) {
+      if (!pass.first) {
 #pragma unroll
         for (int h = 0; h < 2; h++) sum[h] = load8(p.accumulate + row + h * kHalf);
       }
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
       }
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        if (p.last_pass) {
+        if (pass.last) {
           store_bf16x8(static_cast<__nv_bfloat16*>(p.moe_mix) + row + h * kHalf, sum[h]);
         } else {
           store8(p.accumulate + row + h * kHalf, sum[h]);

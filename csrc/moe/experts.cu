@@ -21,14 +21,10 @@ int encode(CUtensorMap* map, const void* base, int rank, const cuuint64_t* dims,
   return static_cast<int>(r);  // the codes of cudaError_t
 }
 
-// Tokens of a step up to which the experts take tall blocks. w13 and w2 with 5500 routes on 18 experts (2048 tokens):
-// 10% faster than the wide ones; with 20000 on 20 (8192): 3% slower.
-constexpr int kTallTokens = 3072;
-
 // From the parameters alone: a plan's launches never change shape.
 Shape choose(const ExpertGemmParams& p) {
   if (p.few) return Shape::kFew;
-  return p.weight_kind == 0 && p.max_routes_per_expert <= kTallTokens ? Shape::kTall : Shape::kWide;
+  return p.weight_kind == 0 ? Shape::kTall : Shape::kWide;
 }
 
 }  // namespace

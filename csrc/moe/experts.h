@@ -11,8 +11,8 @@ namespace expert {
 // Which kernel serves a launch. The choice (experts.cu) follows from the parameters alone.
 enum class Shape : int {
   kFew = 1,   // at most 8 tokens an expert: 64 weight rows a unit, mma
-  kWide = 2,  // long prefill, and BF16 weights: 128 rows x up to 256 tokens
-  kTall = 3,  // decode, verify, short prefill: 256 rows x up to 32, 64 or 128 tokens, NVFP4 only
+  kWide = 2,  // BF16 weights: 128 rows x up to 256 tokens
+  kTall = 3,  // NVFP4: 256 rows x up to 32, 64 or 128 tokens
 };
 
 // What a kernel gets by value.

@@ -154,7 +154,7 @@ struct ListShared {
 constexpr int kTopkWarps = kListThreads / 32;
 static_assert(kTopkWarps == 8, "a byte of a mask");
 
-__global__ void __launch_bounds__(kListThreads) router_topk_warps_kernel(const RouterTopkParams p) {
+__global__ void __launch_bounds__(kListThreads, 4) router_topk_warps_kernel(const RouterTopkParams p) {
   __shared__ ListShared lists;
   pdl_launch();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -168,6 +168,7 @@ __global__ void __launch_bounds__(kListThreads) router_topk_warps_kernel(const R
     const float4 v = *reinterpret_cast<const float4*>(p.bias + expert(4 * h));
     bias[4 * h] = v.x, bias[4 * h + 1] = v.y, bias[4 * h + 2] = v.z, bias[4 * h + 3] = v.w;
   }
+  const int local_start = __ldcg(p.local_start), limit = list_limit(p);  // the caller's
   __syncthreads();
   pdl_wait();
   if (token < p.tokens) {
@@ -175,16 +176,16 @@ __global__ void __launch_bounds__(kListThreads) router_topk_warps_kernel(const R
     const int64_t stride = int64_t(p.tokens) * kExperts;
 #pragma unroll
     for (int j = 0; j < 8; j++) logit[j] = 0.0f;
-    for (int s = 0; s < p.splits; s += 8) {  // eight splits' loads under way, added in order
-      float4 part[8][2];
+    for (int s = 0; s < p.splits; s += 4) {  // four splits' loads under way, added in order
+      float4 part[4][2];
 #pragma unroll
-      for (int i = 0; i < 8; i++)
+      for (int i = 0; i < 4; i++)
         if (s + i < p.splits) {
 #pragma unroll
           for (int h = 0; h < 2; h++) part[i][h] = __ldcg(reinterpret_cast<const float4*>(logits + (s + i) * stride + expert(4 * h)));
         }
 #pragma unroll
-      for (int i = 0; i < 8; i++)
+      for (int i = 0; i < 4; i++)
         if (s + i < p.splits) {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
@@ -227,8 +228,8 @@ __global__ void __launch_bounds__(kListThreads) router_topk_warps_kernel(const R
     if (lane < kTopK) {
       p.topk_ids[int64_t(token) * kTopK + lane] = id;
       p.topk_scores[int64_t(token) * kTopK + lane] = chosen / (total + kRouteEps);
-      const uint32_t local = (uint32_t(id) - uint32_t(__ldcg(p.local_start))) % kExperts;
-      if (local < kLocalExperts && token < list_limit(p)) atomicOr(&lists.bits[local], 1u << warp);
+      const uint32_t local = (uint32_t(id) - uint32_t(local_start)) % kExperts;
+      if (local < kLocalExperts && token < limit) atomicOr(&lists.bits[local], 1u << warp);
     }
   }
   __syncthreads();

@@ -26,9 +26,7 @@ pub const SPLIT_ATTENTION_Q_LEN: u32 = 16;
 /// Up to this many tokens the experts take the few-token kernel, which holds 8 of an expert at once: at 16 tokens, with
 /// 41 routes on 10 experts, it takes 88 us and the other 83.
 pub const FEW_TOKENS: u32 = 8;
-/// Up to this many tokens, and on devices of up to so many multiprocessors, the experts' CTAs get equal shares of the
-/// work, cut inside units.
-pub const CARRY_TOKENS: u32 = 3072;
+/// On devices of up to so many multiprocessors the experts' CTAs get equal shares of the work, cut inside units.
 const CARRY_SMS: u32 = CONTROL_WORDS as u32 - CARRY_FLAGS;
 /// Up to this many tokens the unpooler computes this rank's slice of its columns only.
 pub const SLICED_TOKENS: u32 = 8;
@@ -249,16 +247,15 @@ fn tiled_splits(query_tiles: u64, key_tiles: u64) -> (u64, u64) {
 
 /// Routes that land here: one a token is the mean, the busiest rank gets two to three times that, and 8 a
 /// token is the most there can be. The kernels are persistent, so a wide bound costs scratch (24 KB a route)
-/// and nothing else, while a second pass costs the FP32 sum between passes: one pass to 8704 tokens (1.7 GB),
-/// above that 4 routes a token in each of two passes, the second of which finds little or nothing to do.
+/// and nothing else, while a second pass that finds routes costs the FP32 sum between passes: one pass to 8704 tokens
+/// (1.7 GB), above that 4 routes a token in each of two passes, the second of which mostly finds none and does nothing.
 fn experts(tokens: u32, bound: Option<u32>, weight_kind: WeightKind, sm_count: u32) -> ExpertPlan {
     let all = tokens * m::TOP_K;
     let usual = if tokens <= SINGLE_PASS_TOKENS { all } else { (4 * tokens).next_multiple_of(256) };
     let route_bound = bound.unwrap_or(usual).min(all).max(1);
     let few = tokens <= FEW_TOKENS;
     let max_routes_per_expert = tokens.min(route_bound);
-    let carry =
-        !few && weight_kind == WeightKind::Nvfp4 && max_routes_per_expert <= CARRY_TOKENS && sm_count <= CARRY_SMS;
+    let carry = !few && weight_kind == WeightKind::Nvfp4 && sm_count <= CARRY_SMS;
     ExpertPlan {
         weight_kind,
         few,
@@ -361,8 +358,8 @@ mod tests {
     fn sums_are_carried_where_there_is_room_for_them() {
         let words = |tokens: u32, kind, sms| choose(&key(tokens), kind, sms).experts.carry_words;
         let nvfp4 = |tokens| words(tokens, WeightKind::Nvfp4, SMS);
-        let chunks = [0, 32, 32, 64, 64, 128, 128, 0];
-        assert_eq!([8, 9, 32, 33, 128, 129, 3072, 3073].map(nvfp4), chunks.map(|tokens| SMS * 256 * tokens));
+        let chunks = [0, 32, 32, 64, 64, 128, 128];
+        assert_eq!([8, 9, 32, 33, 128, 129, 16384].map(nvfp4), chunks.map(|tokens| SMS * 256 * tokens));
         assert_eq!(words(16, WeightKind::Bf16, SMS), 0);
         assert_eq!(words(16, WeightKind::Nvfp4, CARRY_SMS + 1), 0, "more multiprocessors than flags");
     }

@@ -397,6 +397,7 @@ impl Step<'_> {
             norm_weight: self.weights.post_expert_norm.ptr() as *const f32,
             topk_scores: self.args.topk_scores as *const f32,
             token_route: s.token_route as *const i32,
+            expert_offsets: s.expert_offsets as *const i32,
             accumulate: if e.passes > 1 { s.accumulate as *mut f32 } else { std::ptr::null_mut() },
             moe_mix: self.args.moe_mix as *mut _,
             y_f32: (e.w2_splits > 1) as i32,
@@ -404,8 +405,6 @@ impl Step<'_> {
             splits: e.w2_splits as i32,
             route_begin: self.route_begin(pass),
             route_bound: e.route_bound as i32,
-            first_pass: (pass == 0) as i32,
-            last_pass: (pass + 1 == e.passes) as i32,
         };
         // SAFETY: as in `qkv_gate`.
         self.launched("combine", unsafe { bridge::combine(&params, &self.launch) })

@@ -262,6 +262,7 @@ params! {
         norm_weight: *const f32,
         topk_scores: *const f32,
         token_route: *const i32,
+        expert_offsets: *const i32,
         accumulate: *mut f32,
         moe_mix: *mut c_void,
         y_f32: i32,
@@ -269,8 +270,6 @@ params! {
         splits: i32,
         route_begin: i32,
         route_bound: i32,
-        first_pass: i32,
-        last_pass: i32,
     }
     /// `msl::FfnBoundaryParams`.
     struct FfnBoundaryParams {
