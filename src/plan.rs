@@ -229,6 +229,8 @@ pub struct RouterPlan {
     pub form: RouterForm,
     /// Parts that K is cut into; the reader adds them.
     pub splits: u32,
+    /// Whether the pooler goes on as soon as the router says that the boundary is complete, beside the routing.
+    pub releases: bool,
 }
 
 /// The attention.
@@ -413,7 +415,8 @@ impl fmt::Display for Plan {
             writeln!(f, "split, at most {} a request", a.splits)?;
         }
         writeln!(f, "  o          {}", l.o)?;
-        writeln!(f, "  router     {:?}, splits {}", l.router.form, l.router.splits)?;
+        let beside = if l.router.releases { ", the pooler beside it" } else { "" };
+        writeln!(f, "  router     {:?}, splits {}{beside}", l.router.form, l.router.splits)?;
         writeln!(f, "  pooler     {}", l.pooler)?;
         let e = &l.experts;
         writeln!(

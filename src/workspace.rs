@@ -15,11 +15,13 @@ use crate::scheduler::SchedulerMetadata;
 use crate::stack::StackPlan;
 use crate::tensor::{DType, DeviceTensor};
 
-/// Words of the control block: counters, then the flags of the experts' `carry`, one an SM.
+/// Words of the control block: counters, the word for the pooler, then the flags of the experts' `carry`, one an SM.
 #[doc(hidden)]
 pub const CONTROL_WORDS: usize = 256;
 /// The first of those flags.
 pub(crate) const CARRY_FLAGS: u32 = 64;
+/// The word by which the router lets the pooler go on.
+pub(crate) const READY_WORD: u32 = 32;
 /// Bytes of the control block.
 #[doc(hidden)]
 pub const CONTROL_BYTES: u64 = 4 * CONTROL_WORDS as u64;

@@ -15,7 +15,7 @@ rust::String layouts() {
   BEGIN(DenseParams);
   FIELD(DenseParams, weight); FIELD(DenseParams, x); FIELD(DenseParams, out); FIELD(DenseParams, tokens);
   FIELD(DenseParams, rows); FIELD(DenseParams, k); FIELD(DenseParams, x_stride); FIELD(DenseParams, out_stride);
-  FIELD(DenseParams, splits); FIELD(DenseParams, out_f32); FIELD(DenseParams, tile_n); FIELD(DenseParams, tile_rows);
+  FIELD(DenseParams, splits); FIELD(DenseParams, out_f32); FIELD(DenseParams, tile_n); FIELD(DenseParams, tile_rows); FIELD(DenseParams, ready);
   BEGIN(QkNormRopeAppendParams);
   FIELD(QkNormRopeAppendParams, qkv); FIELD(QkNormRopeAppendParams, positions);
   FIELD(QkNormRopeAppendParams, cache_loc); FIELD(QkNormRopeAppendParams, k_scale);
@@ -56,9 +56,11 @@ rust::String layouts() {
   BEGIN(RouterParams);
   FIELD(RouterParams, weight); FIELD(RouterParams, ffn_input); FIELD(RouterParams, logits);
   FIELD(RouterParams, tokens); FIELD(RouterParams, splits);
+  FIELD(RouterParams, ready); FIELD(RouterParams, ready_count);
   BEGIN(RouterTiledParams);
   FIELD(RouterTiledParams, weight); FIELD(RouterTiledParams, stream); FIELD(RouterTiledParams, factor);
   FIELD(RouterTiledParams, logits); FIELD(RouterTiledParams, tokens); FIELD(RouterTiledParams, splits);
+  FIELD(RouterTiledParams, ready); FIELD(RouterTiledParams, ready_count);
   BEGIN(RouterTopkParams);
   FIELD(RouterTopkParams, logits); FIELD(RouterTopkParams, bias); FIELD(RouterTopkParams, local_start);
   FIELD(RouterTopkParams, topk_ids); FIELD(RouterTopkParams, topk_scores); FIELD(RouterTopkParams, router_logits);

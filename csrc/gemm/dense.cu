@@ -26,7 +26,7 @@ int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger) {
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
   const SkinnyArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.rows, p.k / kTileK, p.splits,
-                     p.out_stride, p.splits == 1 && !p.out_f32, late_trigger};
+                     p.out_stride, p.splits == 1 && !p.out_f32, late_trigger, p.ready};
   const dim3 grid(p.rows / (C::kMT * kTileRows) * p.splits, (p.tokens + C::kN - 1) / C::kN);
   return launch(skinny_kernel<C>, grid, dim3(C::kThreads), C::kShared, l, map, a);
 }
@@ -122,6 +122,7 @@ int prepare(Kernel* kernel, C) {
 int dense(const DenseParams& p, const Launch& l, int late_trigger) {
   if (!valid(p)) return kInvalid;
   if (p.tokens == 0) return 0;
+  if (p.ready != nullptr && (p.tile_n == 0 || p.tile_rows != 0)) return kInvalid;
   if (p.tile_rows != 0)
     return with_wide(p.tile_rows, p.tile_n, [&](auto c) { return launch_wide<decltype(c)>(p, l, late_trigger); });
   if (p.tile_n != 0)

@@ -10,6 +10,11 @@
 // shared memory allows; tokens come from L2 after the wait and need only cover its latency. kMT warpgroups
 // consume, one m-tile each, and release a step once the next step's wgmmas are issued.
 //
+// The pooler's tokens do not depend on the routing that stands before it in the chain: with `ready` they are loaded
+// as soon as that word says so, and a warp that does nothing else waits for the word, then for the predecessor, then
+// triggers. (It is that warp's work because the producer would hold up the ring meanwhile, and because a spin in the
+// producer makes ptxas elect a lane for every copy.)
+//
 // Shared memory: the rings and their barriers, at most 113 KB, so that two CTAs fit on an SM: either two of this
 // kernel, or this one and its successor in the chain, already resident and prefetching.
 #pragma once
@@ -24,6 +29,7 @@ struct SkinnyArgs {
   int32_t tokens, rows, k_tiles, splits, out_stride;
   int32_t bf16;            // output type
   int32_t late_trigger;    // 1: pdl_launch only after pdl_wait (the pooler)
+  uint32_t* ready;         // DenseParams::ready
 };
 
 template <int kN_, int kMT_, int kW_, int kX_>
@@ -31,8 +37,8 @@ struct SkinnyConfig {
   static constexpr int kN = kN_, kMT = kMT_, kW = kW_, kX = kX_;
   static constexpr int kTokenBytes = kN * kTileK * 2;
   static constexpr int kRingBytes = kW * kMT * kTileBytes + kX * kTokenBytes;
-  static constexpr int kThreads = 128 * kMT + 32;
-  static constexpr size_t kShared = kRingBytes + (2 * kW + kX) * 8;
+  static constexpr int kThreads = 128 * kMT + 64;  // consumers, producer, the warp that waits
+  static constexpr size_t kShared = kRingBytes + (2 * kW + kX + 1) * 8;
   static_assert(kX <= kW);
 };
 
@@ -46,6 +52,7 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
   uint64_t* weights_full = reinterpret_cast<uint64_t*>(ring + C::kRingBytes);
   uint64_t* tokens_full = weights_full + kW;
   uint64_t* empty = tokens_full + kX;  // of step i: empty[i % kW], for both rings
+  uint64_t* ready = empty + kW;
   auto weights_of = [&](int stage) { return ring + stage * (kMT * kTileBytes); };
   auto tokens_of = [&](int stage) { return ring + kW * kMT * kTileBytes + stage * C::kTokenBytes; };
 
@@ -76,16 +83,31 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
       mbar_init(&empty[s], 4 * kMT);
     }
     for (int s = 0; s < kX; s++) mbar_init(&tokens_full[s], 1);
+    mbar_init(ready, 1);
     mbar_init_fence();
     for (int i = 0; i < min(kW, steps); i++) load_weights(i, i);
     tma_prefetch_descriptor(&token_map);
   }
   __syncthreads();
-  pdl_wait();
+  if (warp == 4 * kMT + 1) {
+    if (lane == 0 && a.ready != nullptr) {
+      while (load_acquire(a.ready) == 0) {}
+      mbar_arrive(ready);
+      atomicSub(a.ready, 1);
+    }
+    __syncwarp();
+    pdl_wait();
+    if (a.late_trigger) pdl_launch();
+    return;
+  }
+  if (a.ready == nullptr) pdl_wait();
 
   if (warp == 4 * kMT) {
     if (lane == 0) {
-      if (a.late_trigger) pdl_launch();
+      if (a.ready != nullptr) {
+        mbar_wait(ready, 0);
+        fence_proxy_async_global();
+      }
       for (int i = 0; i < min(kX, steps); i++) load_tokens(i, i);
       int w = 0, x = 0;
       uint32_t phase = 0;

@@ -33,6 +33,8 @@ struct DenseParams {
   int32_t tile_n;        // tokens per tile: 8, 16, 32, 64, 96, 128 (skinny kernel), the wide kernel's (gemm/heuristics.h), or 0:
                          // the tiled kernel, which chooses its own
   int32_t tile_rows;     // weight rows per tile of the wide kernel; 0: the skinny or the tiled kernel
+  uint32_t* ready;       // pooler, skinny kernel: control block; x is there as soon as this is not 0, and every CTA takes
+                         // one off; null: x is there after the wait
 };
 
 // qk_norm_rope_append: adds the splits of qkv_gate, RMS-norms q and k per head (eps 1e-5), rotates
@@ -131,6 +133,8 @@ struct RouterParams {
   float* logits;             // FP32 [splits][T][256]
   int32_t tokens;
   int32_t splits;            // 16
+  uint32_t* ready;           // DenseParams::ready of the pooler, which need not wait for the routing: set to ready_count
+  int32_t ready_count;       // (its CTAs) as soon as the boundary is complete; null: it does wait
 };
 
 // router_tiled: partial logits of more tokens from the residual stream (moe/router_cluster.cuh with 8 splits to 128
@@ -143,6 +147,8 @@ struct RouterTiledParams {
   float* logits;             // FP32 [splits][T][256]
   int32_t tokens;
   int32_t splits;            // 1 .. 128
+  uint32_t* ready;           // as RouterParams::ready; to 128 tokens
+  int32_t ready_count;
 };
 
 // router_topk: adds the splits, scores = sigmoid(logit * 0.17677...), top 8 of scores + bias (lowest id

@@ -196,6 +196,34 @@ pub fn ffn_boundary(gpu: &Reference, run: &Run, _kind: LayerKind) {
     assert_rows("hidden", &hidden, &rounded(&want.hidden), gpu.config.hidden, 4e-4);
 }
 
+/// The pooler beside the routing: the bits of the pooler behind it.
+#[rstest]
+fn pooler_goes_beside_the_routing(
+    #[values("decode-1", "decode-3", "decode-8", "decode-9", "decode-33", "decode-64")] name: &str,
+    #[values(true, false)] dependent_launch: bool,
+) {
+    let Some(gpu) = gpu("operations::pooler_goes_beside_the_routing") else { return };
+    let kind = LayerKind::Full;
+    let step = gpu.step(&spec(name, kind), 37);
+    let on = DeviceStep::new(&gpu, &step);
+    let beside = gpu.plan(PlanKey { dependent_launch, ..step_key(&step, kind) });
+    let mut launches = beside.launches.clone();
+    assert!(std::mem::replace(&mut launches.router.releases, false), "the skinny pooler goes beside the routing");
+    let behind = Plan::with_launches(beside.key.clone(), launches, beside.sm_count);
+    let mut scratch = Scratch::new(&gpu, &beside);
+    let mut run = |plan: &Plan| {
+        on.overwrite(&step);
+        gpu.forward(plan, scratch.workspace(), &on, Stream::LEGACY);
+        gpu.device.synchronize().expect("the step");
+        scratch.intact();
+        on.results()
+    };
+    let want = run(&behind);
+    for _ in 0..8 {
+        assert!(run(&beside) == want, "beside the routing and behind it give different bits");
+    }
+}
+
 /// append_attention: the bits of the two launches that it stands for, in the caches too.
 #[rstest]
 fn append_folds_into_decode(

@@ -141,13 +141,13 @@ fn unpooler(tokens: u32, rank: u32, sm_count: u32) -> DensePlan {
 /// Tiled: two CTAs, of half the experts each, a tile of tokens and split. K is split until they fill the SMs once.
 fn router(tokens: u32, sm_count: u32) -> RouterPlan {
     if tokens <= ROUTER_ROWS_TOKENS {
-        return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS };
+        return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS, releases: true };
     }
     if tokens <= ROUTER_CLUSTER_TOKENS {
-        return RouterPlan { form: RouterForm::Tiled, splits: ROUTER_CLUSTER_SPLITS };
+        return RouterPlan { form: RouterForm::Tiled, splits: ROUTER_CLUSTER_SPLITS, releases: true };
     }
     let splits = (sm_count / 2 / tokens.div_ceil(ROUTER_TILE_TOKENS)).clamp(1, ROUTER_TILED_SPLITS);
-    RouterPlan { form: RouterForm::Tiled, splits }
+    RouterPlan { form: RouterForm::Tiled, splits, releases: false }
 }
 
 /// The key less its short requests.
@@ -304,6 +304,7 @@ mod tests {
                 }
             }
             assert_eq!((l.o.splits, l.o.out_f32), (1, false), "attn_out is a BF16 segment border");
+            assert_eq!(l.router.releases, tokens <= SKINNY_TOKENS, "only the skinny pooler goes beside the routing");
             match l.router.form {
                 RouterForm::Rows => assert!(tokens <= 5 && l.router.splits == 16),
                 RouterForm::Tiled => assert!(tokens > 5 && (1..=32).contains(&l.router.splits)),

@@ -16,7 +16,7 @@ use crate::layer::After;
 use crate::plan::{AttentionEngine, AttentionPlan, DensePlan, Plan, RouterForm};
 use crate::step::Args;
 use crate::weights::device::DeviceWeights;
-use crate::workspace::{Layout, CARRY_FLAGS};
+use crate::workspace::{Layout, CARRY_FLAGS, READY_WORD};
 
 /// One call: everything its launches need.
 pub(crate) struct Step<'a> {
@@ -82,6 +82,7 @@ impl Step<'_> {
             out_f32: d.out_f32 as i32,
             tile_n: d.tile_n as i32,
             tile_rows: d.tile_rows as i32,
+            ready: std::ptr::null_mut(),
         }
     }
 
@@ -257,10 +258,21 @@ impl Step<'_> {
         self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &launch) })
     }
 
+    /// The word by which the router lets the pooler go on, and the pooler's CTAs.
+    fn ready(&self) -> (*mut u32, i32) {
+        let l = &self.plan.launches;
+        if !l.router.releases {
+            return (std::ptr::null_mut(), 0);
+        }
+        let ctas = l.pooler.rows / 64 * l.pooler.splits * self.plan.key.tokens.div_ceil(l.pooler.tile_n);
+        ((self.scratch.control + 4 * u64::from(READY_WORD)) as *mut u32, ctas as i32)
+    }
+
     /// Partial logits, FP32 `[splits][T, 256]`, in the form the plan names.
     pub fn router(&self) -> Result<()> {
         let l = &self.plan.launches.router;
         let (weights, logits) = (&self.weights, self.scratch.logits);
+        let (ready, ready_count) = self.ready();
         match l.form {
             RouterForm::Rows => {
                 let params = RouterParams {
@@ -269,6 +281,8 @@ impl Step<'_> {
                     logits: logits as *mut f32,
                     tokens: self.tokens(),
                     splits: l.splits as i32,
+                    ready,
+                    ready_count,
                 };
                 // SAFETY: as in `qkv_gate`.
                 self.launched("router", unsafe { bridge::router(&params, &self.launch) })
@@ -281,6 +295,8 @@ impl Step<'_> {
                     logits: logits as *mut f32,
                     tokens: self.tokens(),
                     splits: l.splits as i32,
+                    ready,
+                    ready_count,
                 };
                 // SAFETY: as in `qkv_gate`.
                 self.launched("router", unsafe { bridge::router_tiled(&params, &self.launch) })
@@ -316,6 +332,7 @@ impl Step<'_> {
         let d = &self.plan.launches.pooler;
         let stride = (self.plan.ffn_planes() * m::HIDDEN) as i32;
         let params = self.dense(d, &self.weights.pooler, self.args.ffn_input, stride, self.scratch.pooled);
+        let params = DenseParams { ready: self.ready().0, ..params };
         // SAFETY: as in `qkv_gate`.
         self.launched("pooler", unsafe { bridge::pooler(&params, &self.launch) })
     }

@@ -90,6 +90,7 @@ params! {
         out_f32: i32,
         tile_n: i32,
         tile_rows: i32,
+        ready: *mut u32,
     }
     /// `msl::QkNormRopeAppendParams`.
     struct QkNormRopeAppendParams {
@@ -199,6 +200,8 @@ params! {
         logits: *mut f32,
         tokens: i32,
         splits: i32,
+        ready: *mut u32,
+        ready_count: i32,
     }
     /// `msl::RouterTiledParams`.
     struct RouterTiledParams {
@@ -208,6 +211,8 @@ params! {
         logits: *mut f32,
         tokens: i32,
         splits: i32,
+        ready: *mut u32,
+        ready_count: i32,
     }
     /// `msl::RouterTopkParams`.
     struct RouterTopkParams {
