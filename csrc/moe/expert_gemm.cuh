@@ -190,22 +190,33 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
   constexpr uint64_t kDescriptor = uint64_t(1) << 16 | uint64_t(kGroupStride >> 4) << 32 | uint64_t(1) << 62;
   const int stages = k_tiles / kTiles, thread = threadIdx.x & 127;
   Fragment<kKind == 0> fragment;
-  uint32_t a[2][2][4];  // two pairs of k16 steps: one is expanded while the other is multiplied
-  uint64_t tokens = 0;
-  auto fetch = [&](int tile) {
+  uint32_t weights = 0;  // of the stage: the row tile's
+  uint64_t tokens = 0;   // of the stage; a tile's and a step's are constants away
+  auto enter = [&]() {
+    wait_at(at.full + at.slot * 8, at.phase);
     const uint32_t slot = at.base + at.slot * at.slot_bytes;
-    const uint32_t weights = slot + (row_group * kTiles + tile) * kBytes + kWeights;
+    weights = slot + row_group * kTiles * kBytes + kWeights;
+    tokens = kDescriptor | slot >> 4;
+  };
+  auto fetch = [&](int tile) {
     if constexpr (kKind == 0) {
-      fragment.codes = load_shared_16(weights + thread * 16);
-      fragment.scales = load_shared_2(weights + thread * 2 + kCodeBytes);
+      fragment.codes = load_shared_16(weights + tile * kBytes + thread * 16);
+      fragment.scales = load_shared_2(weights + tile * kBytes + thread * 2 + kCodeBytes);
     } else {
-      fragment.mine = static_cast<const uint8_t*>(__cvta_shared_to_generic(weights + thread * 16));
+      fragment.mine = static_cast<const uint8_t*>(__cvta_shared_to_generic(weights + tile * kBytes + thread * 16));
     }
-    tokens = kDescriptor | ((slot + tile * kTileStep) >> 4);
+  };
+  auto multiply_pair = [&](int tile, int pair, uint32_t (&a)[2][4]) {
+    fence_fragments(a);
+    wgmma_fence();
+    wgmma_add<N>(acc, a[0], tokens + (tile * kTileStep >> 4) + 4 * pair);
+    wgmma_add<N>(acc, a[1], tokens + (tile * kTileStep >> 4) + 4 * pair + 2);
+    wgmma_commit();
   };
   wgmma_fence_operand(acc);
-  wait_at(at.full + at.slot * 8, at.phase);
+  enter();
   fetch(0);
+  uint32_t a[2][2][4];  // two pairs of k16 steps: one is expanded while the other is multiplied
   if constexpr (!C::kDrain) {
     int previous = -1;
 #pragma unroll 1
@@ -215,11 +226,7 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
           fragment.expand(pair, a[pair]);
-          fence_fragments(a[pair]);
-          wgmma_fence();
-          wgmma_add<N>(acc, a[pair][0], tokens + 4 * pair);
-          wgmma_add<N>(acc, a[pair][1], tokens + 4 * pair + 2);
-          wgmma_commit();
+          multiply_pair(j, pair, a[pair]);
           if (pair == 1) {  // the next tile's codes arrive while these products run
             if (j + 1 < kTiles) {
               fetch(j + 1);
@@ -227,7 +234,7 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
               previous = at.slot;
               at.advance();
               if (t + 1 < stages) {
-                wait_at(at.full + at.slot * 8, at.phase);
+                enter();
                 fetch(0);
               }
             }
@@ -239,42 +246,33 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
     }
     wgmma_wait<0>();
     release(at.empty, previous);
-  } else {  // the same, half a tile further and with nothing in flight from one turn to the next (config)
-    fragment.expand(0, a[0]);
+  } else {  // the same in turns of kStepTiles tiles, with nothing in flight from one to the next (config)
+    constexpr int kPairs = 2 * C::kStepTiles, kStage = 2 * kTiles;  // of a turn, of a stage
 #pragma unroll 1
-    for (int t = 0; t < stages; t++) {
+    for (int left = k_tiles; left > 0; left -= C::kStepTiles) {
+      int slots[kPairs / kStage];
 #pragma unroll
-      for (int j = 0; j < kTiles; j++) {
-        fence_fragments(a[0]);
-        wgmma_fence();
-        wgmma_add<N>(acc, a[0][0], tokens);
-        wgmma_add<N>(acc, a[0][1], tokens + 2);
-        wgmma_commit();
-        wgmma_wait<1>();  // the other set is free
-        fragment.expand(1, a[1]);
-        fence_fragments(a[1]);
-        wgmma_fence();
-        wgmma_add<N>(acc, a[1][0], tokens + 4);
-        wgmma_add<N>(acc, a[1][1], tokens + 6);
-        wgmma_commit();
-        if (j + 1 < kTiles) {  // the next tile is loaded and half expanded while these products run
-          fetch(j + 1);
-          wgmma_wait<1>();
-          fragment.expand(0, a[0]);
-        } else {
-          const int left = at.slot;
-          at.advance();
-          if (t + 1 < stages) {
-            wait_at(at.full + at.slot * 8, at.phase);
-            fetch(0);
-            wgmma_wait<1>();
-            fragment.expand(0, a[0]);
-            fence_fragments(a[0]);
+      for (int n = 0; n < kPairs; n++) {
+        const int tile = n / 2 % kTiles, pair = n % 2;
+        fragment.expand(pair, a[pair]);
+        multiply_pair(tile, pair, a[pair]);
+        if (pair == 1) {
+          if (tile + 1 < kTiles) {
+            fetch(tile + 1);
+          } else {
+            slots[n / kStage] = at.slot;
+            at.advance();
+            if (n + 1 < kPairs || left > C::kStepTiles) {
+              enter();
+              fetch(0);
+            }
           }
-          wgmma_wait<0>();
-          release(at.empty, left);
         }
+        if (n + 1 < kPairs) wgmma_wait<1>();
+        if (n > 0 && n % kStage == 0) release(at.empty, slots[n / kStage - 1]);
       }
+      wgmma_wait<0>();
+      release(at.empty, slots[kPairs / kStage - 1]);
     }
   }
   wgmma_fence_operand(acc);
