@@ -8,6 +8,7 @@
 // The arithmetic is combine.cuh's.
 #pragma once
 #include "combine.cuh"
+#include "common/ring.cuh"
 
 namespace msl {
 
@@ -43,14 +44,7 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
   __shared__ __align__(16) CombineRing ring;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   pdl_launch();
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int s = 0; s < kCombineStages; s++) {
-      mbar_init(&ring.full[s], 1);
-      mbar_init(&ring.empty[s], kCombineStreamWarps);
-    }
-    mbar_init_fence();
-  }
+  if (threadIdx.x == 0) ring_init<kCombineStages>(ring.full, ring.empty, kCombineStreamWarps);
   const int column = threadIdx.x * 8;  // and kHalf further
   constexpr int kHalf = kExpertDim / 2;
   Float8 w[2] = {};
@@ -63,14 +57,7 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
   const Pass pass = which_pass(p);
   if (pass.beyond) return;
 
-  int stage = 0;
-  uint32_t parity = 0;
-  const auto advance = [&] {
-    if (++stage == kCombineStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  };
+  RingPlace<kCombineStages> at;
   int round = 0;
   for (int64_t first = blockIdx.x; first < p.tokens; first += int64_t(kRoutesAhead) * gridDim.x) {
     const int tokens = min(int64_t(kRoutesAhead), (p.tokens - first + gridDim.x - 1) / gridDim.x);
@@ -88,12 +75,12 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
         for (; slots != 0; slots &= slots - 1) {
           const int64_t row = __shfl_sync(0xFFFFFFFFu, place, __ffs(slots) - 1);
           if (lane == 0) {
-            mbar_wait(&ring.empty[stage], parity ^ 1);
-            mbar_expect_tx(&ring.full[stage], kCombineRowBytes);
-            bulk_load(rows + stage * kCombineRowBytes, static_cast<const __nv_bfloat16*>(p.y) + row * kExpertDim,
-                      kCombineRowBytes, &ring.full[stage]);
+            mbar_wait(&ring.empty[at.stage], at.phase ^ 1);
+            mbar_expect_tx(&ring.full[at.stage], kCombineRowBytes);
+            bulk_load(rows + at.stage * kCombineRowBytes, static_cast<const __nv_bfloat16*>(p.y) + row * kExpertDim,
+                      kCombineRowBytes, &ring.full[at.stage]);
           }
-          advance();
+          at.advance();
         }
         continue;
       }
@@ -113,17 +100,17 @@ __global__ void __launch_bounds__(kCombineStreamThreads, kCombineStreamCtas) com
           if (j >= n) continue;
           route_score[j] = __shfl_sync(0xFFFFFFFFu, score, __ffs(slots) - 1);
           slots &= slots - 1;
-          mbar_wait(&ring.full[stage], parity);
+          mbar_wait(&ring.full[at.stage], at.phase);
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            raw[j][h] = *reinterpret_cast<const uint4*>(rows + stage * kCombineRowBytes + (column + h * kHalf) * 2);
+            raw[j][h] = *reinterpret_cast<const uint4*>(rows + at.stage * kCombineRowBytes + (column + h * kHalf) * 2);
             const Float8 y = floats8(raw[j][h]);
 #pragma unroll
             for (int e = 0; e < 8; e++) square[j] += (y.v[e] * w[h].v[e]) * (y.v[e] * w[h].v[e]);
           }
           __syncwarp();
-          if (lane == 0) mbar_arrive(&ring.empty[stage]);
-          advance();
+          if (lane == 0) mbar_arrive(&ring.empty[at.stage]);
+          at.advance();
         }
         const float part = warp_sum_transposed<4>(square);
         if ((lane & 7) == 0) reinterpret_cast<float*>(&ring.sums[round][warp])[lane >> 3] = part;

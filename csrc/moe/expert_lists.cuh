@@ -15,6 +15,10 @@ namespace msl {
 constexpr int kListThreads = 256;
 constexpr int kListTokens = 1024;
 
+// The place of expert `id` in the range from `local_start` on, which wraps; local if below kLocalExperts.
+__device__ __forceinline__ uint32_t local_expert(int id, int local_start) {
+  return (uint32_t(id) - uint32_t(local_start)) % kExperts;
+}
 // Local experts of one token, by slot; -1 where not local.
 __device__ __forceinline__ void local_experts(const RouterTopkParams& p, int token, int local_start, int limit,
                                               int (&local)[kTopK]) {
@@ -23,7 +27,7 @@ __device__ __forceinline__ void local_experts(const RouterTopkParams& p, int tok
   const int id[kTopK] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int s = 0; s < kTopK; s++) {
-    const uint32_t e = (uint32_t(id[s]) - uint32_t(local_start)) % kExperts;
+    const uint32_t e = local_expert(id[s], local_start);
     local[s] = e < kLocalExperts && token < limit ? int(e) : -1;
   }
 }

@@ -30,14 +30,7 @@ __global__ void __launch_bounds__(kPreNormStreamThreads, kPreNormStreamCtas)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const bool copies = warp == kPreNormThreads / 32;
   pdl_launch();
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int s = 0; s < kPreNormStages; s++) {
-      mbar_init(&ring.full[s], 1);
-      mbar_init(&ring.empty[s], kPreNormThreads / 32);
-    }
-    mbar_init_fence();
-  }
+  if (threadIdx.x == 0) ring_init<kPreNormStages>(ring.full, ring.empty, kPreNormThreads / 32);
   const int column = threadIdx.x / 8 * 64 + threadIdx.x % 8 * 2;
   float2 w[4] = {};
   if (!copies) {
@@ -47,14 +40,8 @@ __global__ void __launch_bounds__(kPreNormStreamThreads, kPreNormStreamCtas)
   __syncthreads();
   pdl_wait();
 
-  int stage = 0, round = 0;
-  uint32_t parity = 0;
-  const auto advance = [&] {
-    if (++stage == kPreNormStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  };
+  RingPlace<kPreNormStages> at;
+  int round = 0;
   for (int64_t first = blockIdx.x; first < p.tokens; first += int64_t(kRoutesAhead) * gridDim.x) {
     const int tokens = min(int64_t(kRoutesAhead), (p.tokens - first + gridDim.x - 1) / gridDim.x);
     look_up_routes(ring.place, p.token_route, first, tokens, p.route_begin);
@@ -66,24 +53,25 @@ __global__ void __launch_bounds__(kPreNormStreamThreads, kPreNormStreamCtas)
       if (slots == 0 && p.expert_input == nullptr) continue;
       if (copies) {
         if (lane == 0) {
-          mbar_wait(&ring.empty[stage], parity ^ 1);
-          mbar_expect_tx(&ring.full[stage], kPreNormRowBytes);
-          bulk_load(rows + stage * kPreNormRowBytes, p.pooled + token * kExpertDim, kPreNormRowBytes, &ring.full[stage]);
+          mbar_wait(&ring.empty[at.stage], at.phase ^ 1);
+          mbar_expect_tx(&ring.full[at.stage], kPreNormRowBytes);
+          bulk_load(rows + at.stage * kPreNormRowBytes, p.pooled + token * kExpertDim, kPreNormRowBytes,
+                    &ring.full[at.stage]);
         }
-        advance();
+        at.advance();
         continue;
       }
-      mbar_wait(&ring.full[stage], parity);
+      mbar_wait(&ring.full[at.stage], at.phase);
       float2 x[4];
       float square = 0.0f;
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        x[c] = *reinterpret_cast<const float2*>(rows + stage * kPreNormRowBytes + (column + 16 * c) * 4);
+        x[c] = *reinterpret_cast<const float2*>(rows + at.stage * kPreNormRowBytes + (column + 16 * c) * 4);
         square += x[c].x * x[c].x + x[c].y * x[c].y;
       }
       __syncwarp();
-      if (lane == 0) mbar_arrive(&ring.empty[stage]);
-      advance();
+      if (lane == 0) mbar_arrive(&ring.empty[at.stage]);
+      at.advance();
       square = warp_sum(square);
       if (lane == 0) ring.sums[round][warp] = square;
       named_barrier(1, kPreNormThreads);

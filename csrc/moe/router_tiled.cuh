@@ -18,6 +18,7 @@
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"
+#include "../common/ring.cuh"
 #include "../common/wgmma.cuh"
 #include "../include/model.h"
 #include "router_layout.h"
@@ -63,13 +64,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kRouterTileThreads, 
   const int token0 = int(blockIdx.x / 2) % tiles * kRouterTileTokens, split = int(blockIdx.x / 2) / tiles;
   const int k_begin = kRouterTilesK * split / p.splits, steps = kRouterTilesK * (split + 1) / p.splits - k_begin;
   pdl_launch();
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kRouterStages; s++) {
-      mbar_init(&shared.full[s], 1);
-      mbar_init(&shared.empty[s], 2 * 8);
-    }
-    mbar_init_fence();
-  }
+  if (threadIdx.x == 0) ring_init<kRouterStages>(shared.full, shared.empty, 2 * 8);
   __syncthreads();
   cluster_arrive();
 

@@ -26,12 +26,20 @@ constexpr int kTopkThreads = kExperts;  // of a token
 constexpr int kTopkCtas = 8;            // of the cluster
 constexpr int kTopkCtaTokens = 512;
 
+__device__ __forceinline__ float expert_score(float logit) { return 1.0f / (1.0f + expf(-logit * kRouterMultiplier)); }
+
 // Unsigned order of the scores; 0 for NaN.
 __device__ __forceinline__ uint32_t score_order(float v) {
   const uint32_t bits = __float_as_uint(v);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+
+// A candidate's rank: the score's order, and below it the id, so that of equals the lowest id is the greatest.
+__device__ __forceinline__ uint64_t candidate_key(uint32_t order, int expert) {
+  return uint64_t(order) << 32 | uint32_t(kExperts - 1 - expert);
+}
+__device__ __forceinline__ int candidate_expert(uint64_t key) { return kExperts - 1 - int(uint32_t(key)); }
 
 struct TopkShared {
   ulonglong2 key[kExperts / 2 + 4];  // zeros behind the candidates, up to a multiple of 8
@@ -67,7 +75,7 @@ __device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShar
       if (s + j < p.splits) logit += part[j];
   }
   if (p.router_logits != nullptr) p.router_logits[int64_t(token) * kExperts + expert] = logit;
-  const float score = 1.0f / (1.0f + expf(-logit * kRouterMultiplier));
+  const float score = expert_score(logit);
   const uint32_t order = score_order(score + bias);
   const uint32_t best = __reduce_max_sync(0xFFFFFFFFu, order);
   if (lane == 0) top.warp_max[expert >> 5] = best;
@@ -80,7 +88,7 @@ __device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShar
   if (lane == 0) place = atomicAdd(&top.candidates, __popc(among));
   place = __shfl_sync(0xFFFFFFFFu, place, 0) + __popc(among & ((1u << lane) - 1));
   if (order >= bound) {
-    reinterpret_cast<uint64_t*>(top.key)[place] = uint64_t(order) << 32 | uint32_t(kExperts - 1 - expert);
+    reinterpret_cast<uint64_t*>(top.key)[place] = candidate_key(order, expert);
     top.score[place] = score;
   }
   named_barrier(barrier, kTopkThreads);
@@ -97,7 +105,7 @@ __device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShar
       }
     }
     if (rank < kTopK) {
-      top.id[rank] = kExperts - 1 - int(uint32_t(mine));
+      top.id[rank] = candidate_expert(mine);
       top.chosen[rank] = top.score[expert];
     }
   }
@@ -199,7 +207,7 @@ __global__ void __launch_bounds__(kListThreads, 4) router_topk_warps_kernel(cons
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       if (p.router_logits != nullptr) p.router_logits[int64_t(token) * kExperts + expert(j)] = logit[j];
-      score[j] = 1.0f / (1.0f + expf(-logit[j] * kRouterMultiplier));
+      score[j] = expert_score(logit[j]);
       order[j] = score_order(score[j] + bias[j]);
     }
     uint32_t taken = 0;
@@ -228,7 +236,7 @@ __global__ void __launch_bounds__(kListThreads, 4) router_topk_warps_kernel(cons
     if (lane < kTopK) {
       p.topk_ids[int64_t(token) * kTopK + lane] = id;
       p.topk_scores[int64_t(token) * kTopK + lane] = chosen / (total + kRouteEps);
-      const uint32_t local = (uint32_t(id) - uint32_t(local_start)) % kExperts;
+      const uint32_t local = local_expert(id, local_start);
       if (local < kLocalExperts && token < limit) atomicOr(&lists.bits[local], 1u << warp);
     }
   }
@@ -283,7 +291,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kGroups* kTopkTh
   if (token < p.tokens) {
     const int id = topk_of_token(p, tops[group], 1 + group, expert, bias, token);
     if (expert >= 32) return;
-    if (lane < kTopK && token < limit) local = (uint32_t(id) - uint32_t(local_start)) % kExperts;
+    if (lane < kTopK && token < limit) local = local_expert(id, local_start);
     const uint32_t set = __reduce_or_sync(0xFFFFFFFFu, local < kLocalExperts ? 1u << local : 0u);
     if constexpr (kCtas > 1) {
       if (lane < kCtas) store_remote_word(cluster_map(&sets[token], lane), set, cluster_map(&bar, lane));

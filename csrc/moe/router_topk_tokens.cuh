@@ -78,7 +78,7 @@ __global__ void __cluster_dims__(kTopkCtas, 1, 1) __launch_bounds__(kTopkCluster
     uint32_t order[kTopkEach];
 #pragma unroll
     for (int j = 0; j < kTopkEach; j++) {
-      score[j] = 1.0f / (1.0f + expf(-logit[j] * kRouterMultiplier));
+      score[j] = expert_score(logit[j]);
       order[j] = score_order(score[j] + bias[j]);
     }
     // A warp's experts j are a set.
@@ -106,7 +106,7 @@ __global__ void __cluster_dims__(kTopkCtas, 1, 1) __launch_bounds__(kTopkCluster
       const int at = place + __popc(among[j] & ((1u << lane) - 1));
       place += __popc(among[j]);
       if (order[j] >= bound) {
-        reinterpret_cast<uint64_t*>(top.key)[at] = uint64_t(order[j]) << 32 | uint32_t(kExperts - 1 - expert - j);
+        reinterpret_cast<uint64_t*>(top.key)[at] = candidate_key(order[j], expert + j);
         top.score[at] = score[j];
       }
     }
@@ -131,7 +131,7 @@ __global__ void __cluster_dims__(kTopkCtas, 1, 1) __launch_bounds__(kTopkCluster
         }
       }
       if (better < kTopK) {
-        top.id[better] = kExperts - 1 - int(uint32_t(mine));
+        top.id[better] = candidate_expert(mine);
         top.chosen[better] = top.score[i];
       }
     }
@@ -141,7 +141,7 @@ __global__ void __cluster_dims__(kTopkCtas, 1, 1) __launch_bounds__(kTopkCluster
 #pragma unroll
       for (int s = 0; s < kTopK; s++) total += top.chosen[s];
       const int id = top.id[lane];
-      const uint32_t e = (uint32_t(id) - uint32_t(local_start)) % kExperts;
+      const uint32_t e = local_expert(id, local_start);
       if (e < kLocalExperts && token < limit) {
         local = e;
         atomicOr(&shared.bits[e], 1u << group);
