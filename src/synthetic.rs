@@ -48,14 +48,14 @@ fn fnv1a(name: &str) -> u64 {
 
 /// The random numbers of one named array.
 #[derive(Clone, Copy, Debug)]
-pub struct Stream {
+pub struct Random {
     base: u64,
 }
 
-impl Stream {
+impl Random {
     /// The array `name` under `seed`.
-    pub fn new(seed: u64, name: &str) -> Stream {
-        Stream { base: mix(seed ^ mix(fnv1a(name))) }
+    pub fn new(seed: u64, name: &str) -> Random {
+        Random { base: mix(seed ^ mix(fnv1a(name))) }
     }
 
     /// 64 random bits for index `i`.
@@ -64,7 +64,7 @@ impl Stream {
         mix(self.base.wrapping_add((i + 1).wrapping_mul(GOLDEN)))
     }
 
-    /// The integer behind [`Stream::normal`], from -131070 to 131070.
+    /// The integer behind [`Random::normal`], from -131070 to 131070.
     #[inline]
     pub fn normal_integer(self, i: u64) -> i32 {
         let b = self.bits(i);
@@ -122,8 +122,8 @@ impl Stream {
 
 /// The stream's mean direction `[hidden]` and shared directions `[4, hidden]`.
 fn stream_basis(hidden: usize) -> (Vec<f32>, Vec<f32>) {
-    let mean = Stream::new(STREAM_SEED, "mean").normals(hidden);
-    (mean, Stream::new(STREAM_SEED, "shared").normals(STREAM_RANK * hidden))
+    let mean = Random::new(STREAM_SEED, "mean").normals(hidden);
+    (mean, Random::new(STREAM_SEED, "shared").normals(STREAM_RANK * hidden))
 }
 
 /// How request lengths spread around [`StepSpec::ctx`].
@@ -202,17 +202,17 @@ impl StepSpec {
 
     /// Cached tokens of each request before the step.
     pub fn lengths(&self, seed: u64) -> Vec<usize> {
-        let stream = Stream::new(seed, "lengths");
+        let random = Random::new(seed, "lengths");
         let ctx = self.ctx as u64;
         (0..self.q_lens.len() as u64)
             .map(|b| match self.spread {
                 Spread::Fixed => self.ctx,
                 Spread::Agentic => {
                     let around = ctx * 75 / 1000;
-                    (ctx - around + stream.below(b, 2 * around + 1)) as usize
+                    (ctx - around + random.below(b, 2 * around + 1)) as usize
                 }
                 Spread::Mixed => {
-                    let (exponent, mantissa) = (stream.below(2 * b, 7), 8 + stream.below(2 * b + 1, 8));
+                    let (exponent, mantissa) = (random.below(2 * b, 7), 8 + random.below(2 * b + 1, 8));
                     ((((ctx * mantissa) << exponent) >> 7).max(16).min(4 * ctx)) as usize
                 }
             })
@@ -326,7 +326,7 @@ pub fn input(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<Synthet
 
     // Pages in a random order, dealt out request by request.
     let mut order: Vec<i32> = (0..pages as i32).collect();
-    let shuffle = Stream::new(seed, "pages");
+    let shuffle = Random::new(seed, "pages");
     for i in (1..pages).rev() {
         order.swap(i, shuffle.below(i as u64, i as u64 + 1) as usize);
     }
@@ -368,8 +368,8 @@ pub fn step(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<Syntheti
         cache: SyntheticCache {
             k: cached_keys(config, spec, seed, elements),
             v: {
-                let values = Stream::new(seed, "v_cache");
-                Stream::fill(elements, |i| f32_to_e4m3(values.normal(i) / spec.v_scale))
+                let values = Random::new(seed, "v_cache");
+                Random::fill(elements, |i| f32_to_e4m3(values.normal(i) / spec.v_scale))
             },
             page_size: spec.page_size,
             k_scale: spec.k_scale,
@@ -379,12 +379,12 @@ pub fn step(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<Syntheti
 }
 
 fn cached_keys(config: &LayerConfig, spec: &StepSpec, seed: u64, elements: usize) -> Vec<u8> {
-    let keys = Stream::new(seed, "k_cache");
+    let keys = Random::new(seed, "k_cache");
     if spec.dist != Dist::Soft {
-        return Stream::fill(elements, |i| f32_to_e4m3(keys.normal(i) / spec.k_scale));
+        return Random::fill(elements, |i| f32_to_e4m3(keys.normal(i) / spec.k_scale));
     }
     let (dim, heads) = (config.head_dim, config.kv_heads);
-    let (directions, share) = (Stream::new(seed, "soft"), Stream::new(seed, "soft/share"));
+    let (directions, share) = (Random::new(seed, "soft"), Random::new(seed, "soft/share"));
     let (low, high) = match spec.kind {
         LayerKind::Sliding => (0.3, 0.75),
         LayerKind::Full => (0.5, 0.62),
@@ -398,7 +398,7 @@ fn cached_keys(config: &LayerConfig, spec: &StepSpec, seed: u64, elements: usize
         along.extend(u.iter().map(|&n| (n as f64 * unit) as f32));
         noise.push((1.0 - c2).sqrt() as f32);
     }
-    Stream::fill(elements, |i| {
+    Random::fill(elements, |i| {
         let column = i as usize % (heads * dim);
         f32_to_e4m3((along[column] + noise[column / dim] * keys.normal(i)) / spec.k_scale)
     })
@@ -407,13 +407,13 @@ fn cached_keys(config: &LayerConfig, spec: &StepSpec, seed: u64, elements: usize
 /// The residual stream `[T, hidden]` and its RMS-normalised BF16 form.
 fn residual_stream(hidden: usize, spec: &StepSpec, seed: u64) -> (Vec<f32>, Vec<bf16>) {
     let (mean, shared) = stream_basis(hidden);
-    let (coefficients, noise) = (Stream::new(seed, "coefficients"), Stream::new(seed, "stream"));
+    let (coefficients, noise) = (Random::new(seed, "coefficients"), Random::new(seed, "stream"));
     let low_rank = (STREAM_SHARED / STREAM_RANK as f64).sqrt() as f32;
     // Row by row: whether it is a draft row of a verify block.
     let draft: Vec<bool> = spec.q_lens.iter().flat_map(|&q| (0..q).map(move |i| i > 0 && q <= 8)).collect();
     let mut outlier = vec![false; hidden];
     if spec.dist == Dist::Outliers {
-        let pick = Stream::new(seed, "outliers");
+        let pick = Random::new(seed, "outliers");
         let mut channels: Vec<usize> = (0..hidden).collect();
         for i in 0..(hidden / 100).max(1) {
             channels.swap(i, i + pick.below(i as u64, (hidden - i) as u64) as usize);

@@ -21,6 +21,7 @@ pub const CONTROL_WORDS: usize = 256;
 /// The first of those flags.
 pub(crate) const CARRY_FLAGS: u32 = 64;
 /// The word by which the router lets the pooler go on.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) const READY_WORD: u32 = 32;
 /// Bytes of the control block.
 #[doc(hidden)]

@@ -137,7 +137,7 @@ fn natural_layout() {
 proptest! {
     #[test]
     fn quantising_keeps_values_within_half_a_code(seed in 0u64..1000, spread in 0.01f32..100.0) {
-        let stream = muse_spark_layer::synthetic::Stream::new(seed, "values");
+        let stream = muse_spark_layer::synthetic::Random::new(seed, "values");
         let values: Vec<f32> = (0..128).map(|i| stream.normal(i) * spread).collect();
         let q = nvfp4::quantize(&values, 32, None);
         let back = nvfp4::dequantize(&q.packed, &q.scales, q.global_scale, 32);
@@ -150,7 +150,7 @@ proptest! {
 
     #[test]
     fn quantising_what_was_dequantised_changes_nothing(seed in 0u64..1000) {
-        let stream = muse_spark_layer::synthetic::Stream::new(seed, "codes");
+        let stream = muse_spark_layer::synthetic::Random::new(seed, "codes");
         // The largest code in each block, so that the scale is found again.
         let codes: Vec<u8> = (0..64).map(|i| if i % 16 == 0 { 7 } else { stream.byte(i) & 15 }).collect();
         let codes: Vec<u8> = codes.iter().map(|&c| if c == 8 { 0 } else { c }).collect();

@@ -172,7 +172,7 @@ proptest! {
     ) {
         let tokens = ids.len() / 4;
         let lists = ExpertLists::new(&CONFIG, &ids[..4 * tokens], start, tokens);
-        let random = synthetic::Stream::new(5, "y");
+        let random = synthetic::Random::new(5, "y");
         let y: Vec<f32> = (0..lists.routes() * CONFIG.expert_dim).map(|i| random.normal(i as u64)).collect();
         let scores: Vec<f32> = (0..4 * tokens).map(|i| random.normal(1 << 32 | i as u64).abs()).collect();
         let scaled: Vec<f32> = scores.iter().map(|s| s * 2f32.powi(power)).collect();

@@ -5,13 +5,13 @@ mod cpu_common;
 use cpu_common::{layer, run};
 use muse_spark_layer::backend::cpu::StepOptions;
 use muse_spark_layer::numerics::e4m3_to_f32;
-use muse_spark_layer::synthetic::{self, Dist, Spread, StepSpec, Stream};
+use muse_spark_layer::synthetic::{self, Dist, Random, Spread, StepSpec};
 use muse_spark_layer::{routing, LayerConfig, LayerKind, QueryPrecision, WeightKind};
 use rstest::rstest;
 
 #[test]
 fn normal_variates_are_normal_enough() {
-    let stream = Stream::new(1, "some name");
+    let stream = Random::new(1, "some name");
     let n = 100_000u64;
     let moment = |p: i32| (0..n).map(|i| f64::from(stream.normal(i)).powi(p)).sum::<f64>() / n as f64;
     assert!(moment(1).abs() < 0.01, "mean {}", moment(1));
@@ -23,11 +23,11 @@ fn normal_variates_are_normal_enough() {
 /// Values that other languages must reproduce; the golden files check all of it.
 #[test]
 fn known_values() {
-    let stream = Stream::new(1, "qkv_gate");
+    let stream = Random::new(1, "qkv_gate");
     assert_eq!(stream.bits(0), 0xcff0_7f6b_3fa5_0abd);
     assert_eq!(synthetic::digest(b"hello world"), 0xdf6f_87c8_30d4_306f);
-    assert_ne!(stream.bits(0), Stream::new(2, "qkv_gate").bits(0));
-    assert_ne!(stream.bits(0), Stream::new(1, "o").bits(0));
+    assert_ne!(stream.bits(0), Random::new(2, "qkv_gate").bits(0));
+    assert_ne!(stream.bits(0), Random::new(1, "o").bits(0));
     assert_eq!(stream.byte(11), stream.bits(1).to_le_bytes()[3]);
     assert!((0..1000).all(|i| stream.below(i, 7) < 7));
 }

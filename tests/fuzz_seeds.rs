@@ -5,7 +5,7 @@
 #[path = "../fuzz/targets.rs"]
 mod targets;
 
-use muse_spark_layer::synthetic::Stream;
+use muse_spark_layer::synthetic::Random;
 use rstest::rstest;
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn seeds(#[values("weights", "checkpoint", "config", "plan", "capi")] name: &str
     files.sort();
     assert!(files.len() >= 3, "{}", folder.display());
     target(&[]);
-    let random = Stream::new(1, name);
+    let random = Random::new(1, name);
     for (f, path) in files.iter().enumerate() {
         let seed = std::fs::read(path).unwrap();
         target(&seed);

@@ -3,7 +3,7 @@
 use half::bf16;
 use muse_spark_layer::backend::cpu::{Batch, Cache, StepOptions};
 use muse_spark_layer::stack::HostStackInput;
-use muse_spark_layer::synthetic::{self, Stream};
+use muse_spark_layer::synthetic::{self, Random};
 use muse_spark_layer::{
     Backend, DecoderLayer, DecoderStack, LayerConfig, LayerKind, LayerWeights, NamedTensors, PerKind, QueryPrecision,
     Result,
@@ -33,7 +33,7 @@ pub struct Model {
 impl Model {
     pub fn new(config: LayerConfig, layers: usize) -> Result<Model> {
         let sets: Result<Vec<_>> = (0..SETS.min(layers) as u64).map(|i| synthetic::weights(&config, 40 + i)).collect();
-        let random = Stream::new(1, "embedding");
+        let random = Random::new(1, "embedding");
         let embedding =
             (0..(u64::from(VOCABULARY) * config.hidden as u64)).map(|i| EMBEDDING * random.normal(i)).collect();
         Ok(Model { config, layers, sets: sets?, embedding, reference: OnceCell::new() })

@@ -4,7 +4,7 @@ use crate::model::{Model, BLOCK, VOCABULARY};
 use crate::pool::{Pool, Slots};
 use half::bf16;
 use muse_spark_layer::backend::cpu::Batch as HostBatch;
-use muse_spark_layer::synthetic::Stream;
+use muse_spark_layer::synthetic::Random;
 use muse_spark_layer::PerKind;
 use std::collections::VecDeque;
 
@@ -150,7 +150,7 @@ pub struct Scheduler {
 impl Scheduler {
     /// `requests` prompts of 1 to `prompt` tokens, of which each is to get `generate` more.
     pub fn new(limits: Limits, model: &Model, requests: usize, prompt: usize, generate: usize) -> Scheduler {
-        let random = Stream::new(1, "prompts");
+        let random = Random::new(1, "prompts");
         let made = (0..requests as u64).map(|r| {
             let length = 1 + random.below(r << 32, prompt.max(1) as u64);
             let tokens = (0..length).map(|i| random.below((r << 32) + 1 + i, u64::from(VOCABULARY)) as u32).collect();

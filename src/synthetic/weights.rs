@@ -1,6 +1,6 @@
 //! A layer's weights: whole, or one rank's part of a layer that is as many ranks wide.
 
-use super::{stream_basis, Stream, CHUNK};
+use super::{stream_basis, Random, CHUNK};
 use crate::config::{LayerConfig, WeightKind};
 use crate::error::{Error, Result};
 use crate::numerics::f32_to_e4m3;
@@ -55,8 +55,8 @@ pub fn rank_weights(config: &LayerConfig, seed: u64, rank: usize, ranks: usize) 
         r => wide_q + 2 * wide_kv + rank * q + (r - q - 2 * kv),
     };
     let mut part = |name: &str, shape: &[usize], std: f32, at: &(dyn Fn(usize) -> usize + Sync)| {
-        let stream = Stream::new(seed, name);
-        let data = Stream::fill(shape.iter().product(), |i| bf16::from_f32(stream.normal(at(i as usize) as u64) * std));
+        let random = Random::new(seed, name);
+        let data = Random::fill(shape.iter().product(), |i| bf16::from_f32(random.normal(at(i as usize) as u64) * std));
         out.insert(name, HostTensor::bf16(shape, data));
     };
     part("qkv_gate", &[config.qkv_rows(), hidden], fan_in(hidden), &|i| row_of(i / hidden) * hidden + i % hidden);
@@ -76,21 +76,21 @@ pub fn rank_weights(config: &LayerConfig, seed: u64, rank: usize, ranks: usize) 
     let (std, align) = ((0.045 * widen) as f32, (0.07 * widen) as f32);
     let (mean, _) = stream_basis(hidden);
     let mean: Vec<f32> = mean.iter().map(|m| m * fan_in(hidden)).collect();
-    let (noise, along) = (Stream::new(seed, "router"), Stream::new(seed, "router/align"));
-    let router = Stream::fill(config.n_experts * hidden, |i| {
+    let (noise, along) = (Random::new(seed, "router"), Random::new(seed, "router/align"));
+    let router = Random::fill(config.n_experts * hidden, |i| {
         let (row, column) = (i / hidden as u64, i as usize % hidden);
         noise.normal(i) * std + along.normal(row) * align * mean[column]
     });
     out.insert("router", HostTensor::f32(&[config.n_experts, hidden], router));
-    let bias: Vec<f32> = Stream::new(seed, "router_bias").normals(config.n_experts).iter().map(|b| b * 0.055).collect();
+    let bias: Vec<f32> = Random::new(seed, "router_bias").normals(config.n_experts).iter().map(|b| b * 0.055).collect();
     out.insert("router_bias", HostTensor::f32(&[config.n_experts], bias));
 
     let first = rank * local;
     for (name, rows) in [("w13", 2 * dim), ("w2", dim)] {
-        let factors = Stream::new(seed, &format!("{name}_gs"));
+        let factors = Random::new(seed, &format!("{name}_gs"));
         match config.experts {
             WeightKind::Nvfp4 => {
-                let codes = Stream::new(seed, name).bytes_from(first * rows * dim / 2, local * rows * dim / 2);
+                let codes = Random::new(seed, name).bytes_from(first * rows * dim / 2, local * rows * dim / 2);
                 out.insert(name, HostTensor::u8(&[local, rows, dim / 2], codes));
                 let each = rows * dim / 16;
                 let scales = block_scales(seed, &format!("{name}_sf"), first * each, local * each);
@@ -104,11 +104,11 @@ pub fn rank_weights(config: &LayerConfig, seed: u64, rank: usize, ranks: usize) 
                 out.insert(&format!("{name}_gs"), HostTensor::f32(&shape, gs));
             }
             WeightKind::Bf16 => {
-                let stream = Stream::new(seed, name);
+                let random = Random::new(seed, name);
                 let each = (rows * dim) as u64;
-                let data = Stream::fill(local * rows * dim, |i| {
+                let data = Random::fill(local * rows * dim, |i| {
                     let i = first as u64 * each + i;
-                    bf16::from_f32(stream.normal(i) * (fan_in(dim) * expert_factor(factors.bits(i / each))))
+                    bf16::from_f32(random.normal(i) * (fan_in(dim) * expert_factor(factors.bits(i / each))))
                 });
                 out.insert(name, HostTensor::bf16(&[local, rows, dim], data));
             }
@@ -119,8 +119,8 @@ pub fn rank_weights(config: &LayerConfig, seed: u64, rank: usize, ranks: usize) 
 
 /// E4M3 scales from 32 to 120, one in 64 anything from 0 to 448, subnormals included: `n` of them from `first` on.
 fn block_scales(seed: u64, name: &str, first: usize, n: usize) -> Vec<u8> {
-    let mut out = Stream::new(seed, name).bytes_from(first, n);
-    let rare = Stream::new(seed, &format!("{name}/rare"));
+    let mut out = Random::new(seed, name).bytes_from(first, n);
+    let rare = Random::new(seed, &format!("{name}/rare"));
     out.par_chunks_mut(CHUNK).enumerate().for_each(|(c, part)| {
         for (i, b) in part.iter_mut().enumerate() {
             *b = match *b {

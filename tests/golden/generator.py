@@ -27,7 +27,7 @@ def fnv1a(name):
     return h
 
 
-class Stream:
+class Random:
     def __init__(self, seed, name):
         self.base = mix(seed ^ mix(fnv1a(name)))
 
@@ -78,7 +78,7 @@ def e4m3(x):
 
 
 def basis(hidden):
-    return Stream(STREAM_SEED, "mean").normals(hidden), Stream(STREAM_SEED, "shared").normals(RANK * hidden)
+    return Random(STREAM_SEED, "mean").normals(hidden), Random(STREAM_SEED, "shared").normals(RANK * hidden)
 
 
 def fan_in(k):
@@ -97,7 +97,7 @@ def weights(c, seed):
     out = {}
 
     def put(name, shape, std):
-        out[name] = bf16(Stream(seed, name).normals(int(np.prod(shape))) * f32(std)).reshape(shape)
+        out[name] = bf16(Random(seed, name).normals(int(np.prod(shape))) * f32(std)).reshape(shape)
 
     put("qkv_gate", (2 * q + 2 * kv, hidden), fan_in(hidden))
     put("o", (hidden, q), fan_in(q))
@@ -113,16 +113,16 @@ def weights(c, seed):
     wider = np.sqrt(np.float64(8192.0 / hidden))
     std, align = f32(0.045 * wider), f32(0.07 * wider)
     mean = basis(hidden)[0] * fan_in(hidden)
-    noise = Stream(seed, "router").normals(c["n_experts"] * hidden).reshape(-1, hidden)
-    along = Stream(seed, "router/align").normals(c["n_experts"])
+    noise = Random(seed, "router").normals(c["n_experts"] * hidden).reshape(-1, hidden)
+    along = Random(seed, "router/align").normals(c["n_experts"])
     out["router"] = noise * std + (along * align)[:, None] * mean[None, :]
-    out["router_bias"] = Stream(seed, "router_bias").normals(c["n_experts"]) * f32(0.055)
+    out["router_bias"] = Random(seed, "router_bias").normals(c["n_experts"]) * f32(0.055)
     for name, rows in (("w13", 2 * dim), ("w2", dim)):
-        factors = Stream(seed, name + "_gs")
+        factors = Random(seed, name + "_gs")
         if c["experts"] == "nvfp4":
-            out[name] = Stream(seed, name).bytes(local * rows * dim // 2).reshape(local, rows, dim // 2)
+            out[name] = Random(seed, name).bytes(local * rows * dim // 2).reshape(local, rows, dim // 2)
             n = local * rows * dim // 16
-            b, rare = Stream(seed, name + "_sf").bytes(n), Stream(seed, name + "_sf/rare").bytes(n)
+            b, rare = Random(seed, name + "_sf").bytes(n), Random(seed, name + "_sf/rare").bytes(n)
             sf = np.where(b <= 3, np.minimum(rare & 0x7F, 0x7E), 0x60 + (b & 15)).astype(np.uint8)
             out[name + "_sf"] = sf.reshape(local, rows, dim // 16)
             unit = f32(1.0 / (220.0 * np.sqrt(np.float64(dim))))
@@ -130,14 +130,14 @@ def weights(c, seed):
             gs = np.array([unit * factor(x) for x in factors.bits(local * per)], dtype=f32)
             out[name + "_gs"] = gs.reshape(local, 2) if per == 2 else gs
         else:
-            x = Stream(seed, name).normals(local * rows * dim).reshape(local, -1)
+            x = Random(seed, name).normals(local * rows * dim).reshape(local, -1)
             scale = np.array([fan_in(dim) * factor(b) for b in factors.bits(local)], dtype=f32)
             out[name] = bf16(x * scale[:, None]).reshape(local, rows, dim)
     return out
 
 
 def lengths(s, seed):
-    stream, ctx = Stream(seed, "lengths"), s["ctx"]
+    stream, ctx = Random(seed, "lengths"), s["ctx"]
     out = []
     for b in range(len(s["q_lens"])):
         if s["spread"] == "fixed":
@@ -159,7 +159,7 @@ def step(c, s, seed):
     longest = {"fixed": ctx, "agentic": ctx + ctx * 75 // 1000, "mixed": 4 * ctx}[s["spread"]]
     width = max(-(-(longest + max(s["q_lens"], default=0)) // page), 1)
     pages = batch * width
-    order, shuffle = list(range(pages)), Stream(seed, "pages")
+    order, shuffle = list(range(pages)), Random(seed, "pages")
     for i in range(pages - 1, 0, -1):
         j = shuffle.below(i, i + 1)
         order[i], order[j] = order[j], order[i]
@@ -174,12 +174,12 @@ def step(c, s, seed):
             loc.append(int(table[b, p // page]) * page + p % page)
         cu.append(len(positions))
     n = pages * page * kv
-    keys = Stream(seed, "k_cache").normals(n)
+    keys = Random(seed, "k_cache").normals(n)
     if s["dist"] == "soft":
         d, h = c["head_dim"], c["kv_heads"]
-        u = Stream(seed, "soft").integers(h * d).reshape(h, d)
+        u = Random(seed, "soft").integers(h * d).reshape(h, d)
         low, high = (0.3, 0.75) if s["kind"] == "sliding" else (0.5, 0.62)
-        share = Stream(seed, "soft/share")
+        share = Random(seed, "soft/share")
         c2 = [low + (high - low) * (share.below(i, 1 << 24) / float(1 << 24)) for i in range(h)]
         along = np.stack([(u[i].astype(np.float64) * (np.sqrt(c2[i]) / np.sqrt(int((u[i] * u[i]).sum()) / float(d))))
                           .astype(f32) for i in range(h)])
@@ -196,7 +196,7 @@ def step(c, s, seed):
         "cache_seqlens": np.array([a + b for a, b in zip(lens, s["q_lens"])], dtype=np.int32),
         "page_table": table,
         "k_cache": e4m3(keys / f32(s["k_scale"])).reshape(shape),
-        "v_cache": e4m3(Stream(seed, "v_cache").normals(n) / f32(s["v_scale"])).reshape(shape),
+        "v_cache": e4m3(Random(seed, "v_cache").normals(n) / f32(s["v_scale"])).reshape(shape),
     }
 
 
@@ -205,8 +205,8 @@ def residual_stream(hidden, s, seed):
     shared = shared.reshape(RANK, hidden)
     draft = np.array([i > 0 and q <= 8 for q in s["q_lens"] for i in range(q)], dtype=bool)
     t = len(draft)
-    coef = Stream(seed, "coefficients").normals(t * RANK).reshape(t, RANK)
-    noise = Stream(seed, "stream").normals(t * hidden).reshape(t, hidden)
+    coef = Random(seed, "coefficients").normals(t * RANK).reshape(t, RANK)
+    noise = Random(seed, "stream").normals(t * hidden).reshape(t, hidden)
     scale = np.where(draft, 0.6, 1.0)
     own = np.sqrt(1.0 - 0.9 * scale * scale).astype(f32)[:, None]
     along = np.zeros((t, hidden), dtype=f32)
@@ -215,7 +215,7 @@ def residual_stream(hidden, s, seed):
     structure = f32(0.7) * mean + f32(np.sqrt(0.9 / 4.0)) * along
     x = scale.astype(f32)[:, None] * structure + own * noise
     if s["dist"] == "outliers":
-        pick, channels = Stream(seed, "outliers"), list(range(hidden))
+        pick, channels = Random(seed, "outliers"), list(range(hidden))
         for i in range(max(hidden // 100, 1)):
             j = i + pick.below(i, hidden - i)
             channels[i], channels[j] = channels[j], channels[i]

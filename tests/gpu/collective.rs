@@ -325,7 +325,7 @@ fn gathered_slices_are_the_branch(#[values(1, 3, 5, 8)] tokens: usize, #[values(
     let plan = gpu.cuda.plan(key(&step, &spec, 0)).expect("a plan");
     let mut workspace = gpu.cuda.workspace(&plan).expect("a workspace");
     let (hidden, width) = (gpu.config.hidden, gpu.config.unpool_slice);
-    let random = synthetic::Stream::new(84, "slices");
+    let random = synthetic::Random::new(84, "slices");
     let slices: Vec<f32> = (0..ranks * tokens * width).map(|i| random.normal(i as u64)).collect();
     let mut branch = vec![0f32; tokens * hidden];
     for (i, run) in slices.chunks(width).enumerate() {

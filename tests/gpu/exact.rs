@@ -12,7 +12,7 @@ use muse_spark_layer::backend::cuda::params::*;
 use muse_spark_layer::backend::cuda::tiles::WIDE;
 use muse_spark_layer::numerics::{e2m1_to_f32, e4m3_to_f32, f32_to_e4m3};
 use muse_spark_layer::routing::{self, ExpertLists};
-use muse_spark_layer::synthetic::Stream;
+use muse_spark_layer::synthetic::Random;
 use rstest::rstest;
 use std::ffi::c_void;
 
@@ -47,9 +47,9 @@ fn every_code_times_every_scale(#[values(1, 8, 16, 64, 200)] routes: usize, #[va
 #[test]
 fn packing_an_expert_round_trips() {
     let Some(gpu) = gpu("exact::packing_an_expert_round_trips") else { return };
-    let random = Stream::new(1, "codes");
+    let random = Random::new(1, "codes");
     let codes: Vec<u8> = (0..DIM * DIM / 2).map(|i| random.byte(i as u64)).collect();
-    let random = Stream::new(1, "scales");
+    let random = Random::new(1, "scales");
     let scales: Vec<u8> =
         (0..DIM * DIM / 16).map(|i| random.byte(i as u64)).map(|b| if b & 0x7f == 0x7f { 1 } else { b }).collect();
     let matrix = pack(&gpu, &codes, &scales, &[1.0], DIM);
@@ -66,10 +66,10 @@ fn packing_an_expert_round_trips() {
 #[rstest]
 fn global_scales_multiply_once(#[values(1, 40)] routes: usize) {
     let Some(gpu) = gpu("exact::global_scales_multiply_once") else { return };
-    let random = Stream::new(2, "codes");
+    let random = Random::new(2, "codes");
     let codes: Vec<u8> = (0..DIM * DIM).map(|i| random.byte(i as u64)).collect();
     let scales: Vec<u8> = (0..DIM * DIM / 8).map(|i| 0x30 + (random.byte(i as u64) & 15)).collect();
-    let random = Stream::new(2, "x");
+    let random = Random::new(2, "x");
     let x: Vec<bf16> = (0..routes * DIM).map(|i| bf16::from_f32(random.normal(i as u64))).collect();
     let with = |gs: &[f32]| expert(&gpu, &pack(&gpu, &codes, &scales, gs, 2 * DIM), &x, false);
     let base = with(&[1e-3, 1e-3]);
@@ -86,9 +86,9 @@ fn handed_on_sums_are_the_same_bits(#[values(32, 128, 400, 600)] tokens: usize, 
     let Some(gpu) = gpu("exact::handed_on_sums_are_the_same_bits") else { return };
     // More blocks of 256 rows than multiprocessors.
     let (rows, experts) = if swiglu { (2 * DIM, 5) } else { (DIM, 10) };
-    let random = Stream::new(3, "codes");
+    let random = Random::new(3, "codes");
     let codes: Vec<u8> = (0..experts * rows * DIM / 16).flat_map(|i| random.bits(i as u64).to_le_bytes()).collect();
-    let random = Stream::new(3, "scales");
+    let random = Random::new(3, "scales");
     let scales: Vec<u8> = (0..experts * rows * DIM / 128)
         .flat_map(|i| ((random.bits(i as u64) & 0x0f0f_0f0f_0f0f_0f0f) | 0x3030_3030_3030_3030).to_le_bytes())
         .collect();
@@ -250,7 +250,7 @@ fn e4m3_rounds_at_every_boundary(#[values(1.0, 0.5, 4.0)] scale: f32) {
 }
 
 /// Logits and biases from a few values that are far apart, infinities and NaN among them: many ties, no near ones.
-fn logit(random: Stream, i: usize, odd: bool) -> f32 {
+fn logit(random: Random, i: usize, odd: bool) -> f32 {
     const ODD: [f32; 4] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0];
     match random.below(2 * i as u64, 16) {
         n @ 12.. if odd => ODD[n as usize - 12],
@@ -266,7 +266,7 @@ fn top_8_is_brute_force(
     #[values(1, 16)] splits: usize,
 ) {
     let Some(gpu) = gpu("exact::top_8_is_brute_force") else { return };
-    let (config, random) = (&gpu.config, Stream::new(u64::from(odd), "logits"));
+    let (config, random) = (&gpu.config, Random::new(u64::from(odd), "logits"));
     // Plain values; some not finite; a row of nothing else.
     let value = |i: usize| match odd {
         2 if i / 256 % 3 == 0 => [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][i / 768 % 3],

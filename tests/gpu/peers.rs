@@ -14,7 +14,7 @@ const WAIT: Duration = Duration::from_secs(10);
 
 /// What rank `rank` brings to call `call`. Every eighth element has another sum in any other order: 1e30 - 1e30 + 1.
 fn part(rank: usize, call: usize, elements: usize) -> Vec<bf16> {
-    let random = synthetic::Stream::new((100 * call + rank) as u64, "part");
+    let random = synthetic::Random::new((100 * call + rank) as u64, "part");
     let ordered = *[1e30, -1e30].get(rank).unwrap_or(&1.0);
     (0..elements).map(|i| bf16::from_f32(if i % 8 == 0 { ordered } else { random.normal(i as u64) })).collect()
 }

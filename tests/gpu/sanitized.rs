@@ -268,7 +268,7 @@ fn peers(gpu: &Gpu, gather: bool) -> Case<'_> {
 /// The norm and gate of what FlashAttention-3 gives, against the formula.
 fn joined(gpu: &Gpu) -> Case<'_> {
     let tokens = 5usize;
-    let random = synthetic::Stream::new(5, "heads");
+    let random = synthetic::Random::new(5, "heads");
     let x: Vec<bf16> = (0..tokens * 1024).map(|i| bf16::from_f32(random.normal(i as u64))).collect();
     let gate: Vec<f32> = (0..tokens * 1024).map(|i| random.normal((1 << 20) + i as u64)).collect();
     let (heads, gates, scale) =

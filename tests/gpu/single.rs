@@ -139,7 +139,7 @@ pub const PROJECTION: (usize, usize) = (2304, 1024);
 /// Random dense weights and their packed form.
 pub fn pack_projection(gpu: &Gpu) -> (Vec<bf16>, Banded) {
     let (rows, k) = PROJECTION;
-    let random = synthetic::Stream::new(3, "dense");
+    let random = synthetic::Random::new(3, "dense");
     let source: Vec<bf16> = (0..rows * k).map(|i| bf16::from_f32(random.normal(i as u64))).collect();
     let src = put(gpu, &le(&source, bf16::to_le_bytes));
     let packed = Banded::new(&gpu.device, (rows * k * 2) as u64);
@@ -244,7 +244,7 @@ type Weight = Box<dyn Fn(usize, usize) -> f32>;
 
 /// A matrix of the experts, the same for all but for their scales, packed; and what it stands for.
 fn expert_matrix(gpu: &Gpu, bf16: bool, rows: usize, experts: usize) -> (Banded, Banded, Weight) {
-    let random = synthetic::Stream::new(4, "codes");
+    let random = synthetic::Random::new(4, "codes");
     let bytes = |n: usize| -> Vec<u8> { (0..n / 8).flat_map(|i| random.bits(i as u64).to_le_bytes()).collect() };
     // Any sign and fraction, few exponents.
     let (codes, block_scales, tile) = if bf16 {

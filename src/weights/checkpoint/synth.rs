@@ -5,7 +5,7 @@
 //! A checkpoint for a few layers or ranks only has files of the same size, with holes in place of the rest.
 
 use crate::error::{Error, Result};
-use crate::synthetic::Stream;
+use crate::synthetic::Random;
 use half::bf16;
 use rayon::prelude::*;
 use serde_json::{json, Map, Value};
@@ -267,11 +267,11 @@ impl Planned {
 
     /// The tensor's bytes from `start` on, into `out`; both in whole elements (codes: in whole words of 8).
     fn fill(&self, seed: u64, start: usize, out: &mut [u8]) {
-        let (stream, size) = (Stream::new(seed, &self.name), self.dtype().1);
-        let rare = Stream::new(seed, &format!("{}/rare", self.name));
-        let factors = Stream::new(seed, &format!("{}/factor", self.name));
-        let normal = |i: usize, std: f32| bf16::from_f32(stream.normal(i as u64) * std).to_le_bytes();
-        let byte = |i: usize, random: u8| match (self.make, random) {
+        let (random, size) = (Random::new(seed, &self.name), self.dtype().1);
+        let rare = Random::new(seed, &format!("{}/rare", self.name));
+        let factors = Random::new(seed, &format!("{}/factor", self.name));
+        let normal = |i: usize, std: f32| bf16::from_f32(random.normal(i as u64) * std).to_le_bytes();
+        let byte = |i: usize, drawn: u8| match (self.make, drawn) {
             (Make::BlockScales, 0..=3) => (rare.byte(i as u64) & 0x7f).min(0x7e),
             (Make::BlockScales, b) => 0x60 + (b & 15),
             (_, b) => b,
@@ -281,9 +281,9 @@ impl Planned {
             match self.make {
                 Make::Codes | Make::BlockScales => {
                     for (w, word) in part.chunks_mut(8).enumerate() {
-                        let random = stream.bits((first / 8 + w) as u64).to_le_bytes();
+                        let drawn = random.bits((first / 8 + w) as u64).to_le_bytes();
                         for (j, b) in word.iter_mut().enumerate() {
-                            *b = byte(first + w * 8 + j, random[j]);
+                            *b = byte(first + w * 8 + j, drawn[j]);
                         }
                     }
                 }
@@ -300,12 +300,12 @@ impl Planned {
                 }
                 Make::F32(std) => {
                     for (i, v) in part.chunks_exact_mut(4).enumerate() {
-                        v.copy_from_slice(&(stream.normal((first + i) as u64) * std).to_le_bytes());
+                        v.copy_from_slice(&(random.normal((first + i) as u64) * std).to_le_bytes());
                     }
                 }
                 Make::GlobalScales(unit) => {
                     for (i, v) in part.chunks_exact_mut(4).enumerate() {
-                        v.copy_from_slice(&(unit * factor(stream.bits((first + i) as u64))).to_le_bytes());
+                        v.copy_from_slice(&(unit * factor(random.bits((first + i) as u64))).to_le_bytes());
                     }
                 }
             }
