@@ -8,7 +8,7 @@
 // The arithmetic is combine.cuh's.
 #pragma once
 #include "combine.cuh"
-#include "common/ring.cuh"
+#include "../common/ring.cuh"
 
 namespace msl {
 

@@ -154,14 +154,12 @@ pub struct RunArgs {
     pub json: bool,
 }
 
+/// Which cases, and where.
 #[derive(Args)]
-pub struct CheckArgs {
+pub struct CasesArgs {
     /// Only cases whose name contains one of these parts, separated by |.
     #[arg(long, value_name = "PARTS", default_value = "", hide_default_value = true)]
     pub only: String,
-    /// Also the long prefill cases, whose reference takes minutes.
-    #[arg(long)]
-    pub long: bool,
     /// CUDA device.
     #[arg(long, default_value_t = 0)]
     pub device: i32,
@@ -177,10 +175,18 @@ pub struct CheckArgs {
 }
 
 #[derive(Args)]
+pub struct CheckArgs {
+    #[command(flatten)]
+    pub cases: CasesArgs,
+    /// Also the long prefill cases, whose reference takes minutes.
+    #[arg(long)]
+    pub long: bool,
+}
+
+#[derive(Args)]
 pub struct BenchArgs {
-    /// Only cases whose name contains one of these parts, separated by |.
-    #[arg(long, value_name = "PARTS", default_value = "", hide_default_value = true)]
-    pub only: String,
+    #[command(flatten)]
+    pub cases: CasesArgs,
     /// Layers with different weights in one graph, each with a cache of its own; times are of one layer.
     #[arg(long, default_value_t = 1)]
     pub layers: usize,
@@ -211,18 +217,6 @@ pub struct BenchArgs {
     /// With --plot: as PNG too (needs a build with `--features png`).
     #[arg(long, requires = "plot")]
     pub png: bool,
-    /// CUDA device.
-    #[arg(long, default_value_t = 0)]
-    pub device: i32,
-    /// Seed of weights and inputs.
-    #[arg(long, default_value_t = 1)]
-    pub seed: u64,
-    /// List the cases and stop.
-    #[arg(long)]
-    pub list: bool,
-    /// Print one JSON object.
-    #[arg(long)]
-    pub json: bool,
 }
 
 #[derive(Args)]

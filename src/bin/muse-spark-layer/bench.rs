@@ -23,8 +23,8 @@ mod measure {
 
 /// Times the selected cases. `false`: a case is slower than its record, or gave no finite numbers.
 pub fn bench(args: &BenchArgs) -> Result<bool> {
-    let selected = cases::select(&args.only)?;
-    if args.list {
+    let selected = cases::select(&args.cases.only)?;
+    if args.cases.list {
         return report::list(selected.iter().map(|c| c.name.as_str()));
     }
     if let (Some(folder), Some(recorded)) = (&args.plot, &args.recorded) {
@@ -45,8 +45,8 @@ pub fn bench(args: &BenchArgs) -> Result<bool> {
         Some(before) => results::compare(before, &report, args.tolerance)?,
         None => Vec::new(),
     };
-    report::show(args.json, &report, |report| results::table(report, &changes))?;
-    if args.json {
+    report::show(args.cases.json, &report, |report| results::table(report, &changes))?;
+    if args.cases.json {
         for c in changes.iter().filter(|c| c.slower) {
             eprintln!("{}: {:+.1}% against {:.1} us", c.case, c.percent, c.before);
         }

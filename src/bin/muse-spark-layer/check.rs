@@ -79,13 +79,15 @@ fn pair(config: &LayerConfig, tensors: NamedTensors<'static>, device: i32) -> Re
 
 /// Compares the whole matrix. `false`: a case departs.
 pub fn check(args: &CheckArgs) -> Result<bool> {
-    let selected: Vec<Case> =
-        cases::all().into_iter().filter(|c| cases::named(&c.name, &args.only) && (args.long || !c.long)).collect();
+    let selected: Vec<Case> = cases::all()
+        .into_iter()
+        .filter(|c| cases::named(&c.name, &args.cases.only) && (args.long || !c.long))
+        .collect();
     if selected.is_empty() {
         let wanted = "parts of cases' names, separated by | (see --list, and --long)".into();
-        return Err(Error::Value { what: "--only".into(), wanted, got: args.only.clone() });
+        return Err(Error::Value { what: "--only".into(), wanted, got: args.cases.only.clone() });
     }
-    if args.list {
+    if args.cases.list {
         return report::list(selected.iter().map(|c| c.name.as_str()));
     }
     let config = LayerConfig::muse_spark_tp8();
@@ -97,14 +99,14 @@ pub fn check(args: &CheckArgs) -> Result<bool> {
             continue;
         }
         bar.set_message("weights");
-        let mut tensors = synthetic::weights(&config, args.seed)?;
+        let mut tensors = synthetic::weights(&config, args.cases.seed)?;
         if stressed {
             synthetic::stress(&config, &mut tensors)?;
         }
-        let pair = pair(&config, tensors, args.device)?;
+        let pair = pair(&config, tensors, args.cases.device)?;
         for case in cases {
             bar.set_message(case.name.clone());
-            outcomes.push(compare(&config, &pair, case, args.seed)?);
+            outcomes.push(compare(&config, &pair, case, args.cases.seed)?);
             bar.inc(1);
         }
     }
@@ -112,13 +114,13 @@ pub fn check(args: &CheckArgs) -> Result<bool> {
     let failed = outcomes.iter().filter(|o| !o.ok).count();
     let report = CheckReport {
         version: env!("CARGO_PKG_VERSION"),
-        device: machine::name(Backend::Cuda { device: args.device }),
-        seed: args.seed,
+        device: machine::name(Backend::Cuda { device: args.cases.device }),
+        seed: args.cases.seed,
         passed: outcomes.len() - failed,
         failed,
         cases: outcomes,
     };
-    report::show(args.json, &report, table)?;
+    report::show(args.cases.json, &report, table)?;
     Ok(failed == 0)
 }
 

@@ -66,7 +66,7 @@ pub fn measure(args: &BenchArgs, cases: &[Case]) -> Result<Report> {
         engine: args.engine.to_string(),
         layers: args.layers,
         reps: args.reps,
-        seed: args.seed,
+        seed: args.cases.seed,
         event_us,
         geometric_means: results::geometric_means(&measured),
         cases: measured,
@@ -76,23 +76,23 @@ pub fn measure(args: &BenchArgs, cases: &[Case]) -> Result<Report> {
 impl Bench {
     fn new(args: &BenchArgs, cases: &[Case], progress: impl Fn(&str)) -> Result<Bench> {
         let config = LayerConfig::muse_spark_tp8();
-        let device = Device::new(args.device)?;
-        let backend = Backend::Cuda { device: args.device };
+        let device = Device::new(args.cases.device)?;
+        let backend = Backend::Cuda { device: args.cases.device };
         let layer = |tensors| DecoderLayer::new(config.clone(), LayerWeights::from_host(&config, tensors)?, backend);
         progress("weights");
         let chains = if args.layers == 1 {
-            let tensors = synthetic::weights(&config, args.seed)?;
+            let tensors = synthetic::weights(&config, args.cases.seed)?;
             let copies: Result<Vec<_>> = (0..COPIES).map(|_| Ok(vec![layer(tensors.clone())?])).collect();
             copies?
         } else {
-            let seeds = args.seed..args.seed + args.layers as u64;
+            let seeds = args.cases.seed..args.cases.seed + args.layers as u64;
             let chain: Result<Vec<_>> = seeds.map(|seed| layer(synthetic::weights(&config, seed)?)).collect();
             vec![chain?]
         };
         progress("cache");
         let rows = cases.iter().map(|c| c.batch * c.table_width()).max().unwrap_or(0);
         let block = StepSpec::new(1, 1, BLOCK_ROWS.min(rows.max(1)) - 1, LayerKind::Full);
-        let block = synthetic::step(&config, &block, args.seed)?.cache;
+        let block = synthetic::step(&config, &block, args.cases.seed)?.cache;
         let pool = || ResidentCache::new(&device, &config, rows, &block.k, &block.v).map(Arc::new);
         let caches: Result<Vec<_>> = (0..args.layers).map(|_| pool()).collect();
         let caches = caches?;
@@ -107,7 +107,7 @@ impl Bench {
             caches,
             engine: args.engine,
             reps: args.reps.max(1),
-            seed: args.seed,
+            seed: args.cases.seed,
         })
     }
 
