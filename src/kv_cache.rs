@@ -50,6 +50,8 @@ impl PagedKvCache {
 
     /// A pool of the released heads (2 x 64) from raw addresses.
     ///
+    /// Errors as [`PagedKvCache::new`].
+    ///
     /// # Safety
     /// As [`DeviceTensor::contiguous`], for `pages * page_size * 128` bytes each.
     pub unsafe fn from_raw(k: u64, v: u64, pages: usize, page_size: usize) -> Result<PagedKvCache> {

@@ -136,6 +136,8 @@ impl DecoderLayer {
     }
 
     /// A workspace of `bytes`, for all plans that fit. Allocates and synchronises.
+    ///
+    /// Errors: [`Error::OutOfMemory`].
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn workspace_of(&self, bytes: u64) -> Result<Workspace> {
         match &self.engine {
@@ -146,6 +148,8 @@ impl DecoderLayer {
     }
 
     /// A workspace in the caller's memory, 256-byte aligned. Synchronises.
+    ///
+    /// Errors: [`Error::Null`], [`Error::Alignment`] and [`Error::Value`] for memory that does not fit.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is memory of the layer's device that nothing else uses while the workspace lives
@@ -168,6 +172,8 @@ impl DecoderLayer {
     }
 
     /// The same on one of several ranks, each in a thread or process of its own.
+    ///
+    /// Errors also [`Error::Plan`] for another rank than the options', and [`Error::RankLost`].
     pub fn forward_host_with(
         &self,
         input: &StepInput,
@@ -220,6 +226,8 @@ impl DecoderLayer {
 
     /// A whole step on one of several ranks: `ranks` sums and gathers between the segments, on `stream`. The taps
     /// `attn_out` and `moe_mix` are the sums then, and `ffn_out` has every slice. All ranks make the same calls.
+    ///
+    /// Errors as [`DecoderLayer::forward`], and the collective's own.
     pub fn forward_with(
         &self,
         plan: &Plan,
@@ -285,6 +293,8 @@ impl DecoderLayer {
     }
 
     /// Segment 1: `attn_out` BF16 `[T, 8192]`, this rank's partial; the cache gets the step's entries.
+    ///
+    /// Errors as [`DecoderLayer::forward`].
     pub fn attention_block(
         &self,
         plan: &Plan,
@@ -301,6 +311,8 @@ impl DecoderLayer {
     }
 
     /// Segment 2: boundary, routing and experts; `moe_mix` BF16 `[T, 4096]` is this rank's partial.
+    ///
+    /// Errors as [`DecoderLayer::forward`].
     pub fn moe_block(
         &self,
         plan: &Plan,
@@ -326,6 +338,8 @@ impl DecoderLayer {
     /// Segment 3: the unpooler and the final boundary. Up to 8 tokens the unpooler is sliced over the ranks, and
     /// this takes the own slice for the whole: with ranks it is [`DecoderLayer::unpool_block`], a gather, and
     /// [`DecoderLayer::ffn_block`] then.
+    ///
+    /// Errors as [`DecoderLayer::forward`].
     pub fn final_block(
         &self,
         plan: &Plan,
@@ -345,6 +359,8 @@ impl DecoderLayer {
 
     /// The first half of segment 3 at up to 8 tokens: `moe_mix` BF16 `[T, 4096]`, summed over the ranks, to this
     /// rank's `slice` FP32 `[T, 1024]`, to be gathered over the ranks.
+    ///
+    /// Errors as [`DecoderLayer::forward`]; [`Error::Plan`] above 8 tokens, where the unpooler is not sliced.
     pub fn unpool_block(
         &self,
         plan: &Plan,
@@ -361,6 +377,8 @@ impl DecoderLayer {
     }
 
     /// The second half: the final boundary over the gathered slices.
+    ///
+    /// Errors as [`DecoderLayer::unpool_block`].
     pub fn ffn_block(
         &self,
         plan: &Plan,

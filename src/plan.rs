@@ -308,6 +308,8 @@ pub struct Plan {
 impl Plan {
     /// Decides everything for `key` on a GPU of `sm_count` multiprocessors (0: the CPU backend, for which
     /// the launches mean nothing). Pure: the same arguments give the same plan anywhere.
+    ///
+    /// Errors: [`Error::Limit`], [`Error::Value`] or [`Error::Unsupported`] for a field of the key.
     pub fn new(mut key: PlanKey, experts: WeightKind, sm_count: u32) -> Result<Plan> {
         key.validate()?;
         if sm_count > MAX_SM_COUNT {

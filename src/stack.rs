@@ -160,6 +160,8 @@ impl DecoderStack {
     /// Takes layers in their order, each with its kind ([`LayerKind::of_layer`] knows the released model's). They
     /// are on one backend and have one configuration (apart from the experts' form), and all but the last
     /// hold the next layer's input norm.
+    ///
+    /// Errors: [`Error::Missing`] without layers or without such a norm, [`Error::Value`] for a layer unlike the first.
     pub fn new(layers: Vec<(LayerKind, DecoderLayer)>) -> Result<DecoderStack> {
         let Some((_, first)) = layers.first() else {
             return Err(Error::Missing { tensor: "layers".into() });
@@ -205,6 +207,8 @@ impl DecoderStack {
 
     /// Decides what steps of these keys launch. The keys' kinds are set here; what may differ between the two is
     /// how the caches are laid out and read (table width, page size, the sink, engine, query precision).
+    ///
+    /// Errors as [`DecoderLayer::plan`]; [`Error::Plan`] for keys that belong to different steps, [`Error::Unsupported`] for taps.
     pub fn plan(&self, keys: &PerKind<PlanKey>) -> Result<StackPlan> {
         let (full, sliding) = (&keys.full, &keys.sliding);
         for (field, full, sliding) in [
@@ -249,11 +253,15 @@ impl DecoderStack {
 
     /// A workspace large enough for `plan`, in memory of its own. Allocates and synchronises. A single layer's
     /// calls may use it too.
+    ///
+    /// Errors: [`Error::OutOfMemory`].
     pub fn workspace(&self, plan: &StackPlan) -> Result<Workspace> {
         self.layers[0].1.workspace_of(plan.workspace_bytes)
     }
 
     /// A step of all layers on device memory: nothing is allocated or synchronised, all is queued on `stream`.
+    ///
+    /// Errors as [`DecoderLayer::forward`], before anything is launched, with `layers[i]` before the name.
     pub fn forward(
         &self,
         plan: &StackPlan,
@@ -266,6 +274,8 @@ impl DecoderStack {
     }
 
     /// The same for the layers of `range` only: `input` is before the first of them, `output` after the last.
+    ///
+    /// Errors as [`DecoderStack::forward`].
     pub fn forward_range(
         &self,
         plan: &StackPlan,
@@ -280,6 +290,8 @@ impl DecoderStack {
 
     /// A step of all layers on one of several ranks: `ranks` sums and gathers between the segments of each layer, as
     /// in [`DecoderLayer::forward_with`].
+    ///
+    /// Errors as [`DecoderStack::forward`], and the collective's own.
     pub fn forward_with(
         &self,
         plan: &StackPlan,
@@ -403,6 +415,8 @@ pub struct HostStackInput<'a> {
 impl DecoderStack {
     /// A step on host arrays, on either backend: every layer's outputs, in order. `options` apart from the kind;
     /// `caches` are the layers'.
+    ///
+    /// Errors as [`DecoderLayer::forward_host`], with `layers[i]` before the name.
     pub fn forward_host(
         &self,
         input: &HostStackInput,
@@ -413,6 +427,8 @@ impl DecoderStack {
     }
 
     /// The same on one of several ranks, each in a thread or process of its own.
+    ///
+    /// Errors as [`DecoderLayer::forward_host_with`].
     pub fn forward_host_with(
         &self,
         input: &HostStackInput,

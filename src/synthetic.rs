@@ -311,6 +311,8 @@ pub struct SyntheticStep {
 }
 
 /// Makes the inputs of the step `spec` under `seed`, for a cache of as many pages as the table has entries.
+///
+/// Errors: [`Error::Config`], [`Error::Value`] for the page size, [`Error::Limit`] for a pool past 2^31 rows.
 pub fn input(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<SyntheticInput> {
     config.validate()?;
     crate::config::check_page_size(spec.page_size)?;
@@ -360,6 +362,8 @@ pub fn input(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<Synthet
 }
 
 /// Makes the step `spec` under `seed`.
+///
+/// Errors as [`input`].
 pub fn step(config: &LayerConfig, spec: &StepSpec, seed: u64) -> Result<SyntheticStep> {
     let input = input(config, spec, seed)?;
     let elements = input.page_table.len() * spec.page_size * config.kv_size();

@@ -16,6 +16,8 @@ fn expert_factor(bits: u64) -> f32 {
 
 /// Weights of a layer under the names and in the types of the reference
 /// ([`crate::backend::cpu::CpuWeights`] lists them).
+///
+/// Errors: [`crate::Error::Config`].
 pub fn weights(config: &LayerConfig, seed: u64) -> Result<NamedTensors<'static>> {
     rank_weights(config, seed, 0, 1)
 }

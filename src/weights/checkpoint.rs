@@ -83,6 +83,8 @@ pub struct CheckpointLayer<'a> {
 
 impl Checkpoint {
     /// Opens the checkpoint in the folder `dir`. The files must not be changed while it is open.
+    ///
+    /// Errors: [`Error::File`], [`Error::Format`]; [`Error::Checkpoint`] names the file, the tensor or setting, wanted and found.
     pub fn open(dir: impl AsRef<Path>) -> Result<Checkpoint> {
         let dir = dir.as_ref();
         let model = ModelConfig::read(dir)?;
@@ -105,6 +107,8 @@ impl Checkpoint {
     }
 
     /// How the experts of `layer` are stored, by the type of `gate_up_proj`.
+    ///
+    /// Errors: [`Error::Checkpoint`] names the file, the tensor, what was wanted and what was found.
     pub fn experts(&self, layer: usize) -> Result<WeightKind> {
         let (name, entry) = self.entry(layer, "mlp.experts.gate_up_proj")?;
         match files::dtype(&entry.dtype) {
@@ -115,6 +119,8 @@ impl Checkpoint {
     }
 
     /// The layer's configuration on one of `ranks` ranks.
+    ///
+    /// Errors as [`Checkpoint::experts`].
     pub fn layer_config(&self, layer: usize, ranks: usize) -> Result<LayerConfig> {
         // Dimensions first: an index past the last layer is that, not a missing tensor.
         self.model.layer(layer, ranks, WeightKind::Nvfp4)?;
@@ -122,6 +128,8 @@ impl Checkpoint {
     }
 
     /// What rank `rank` of `ranks` takes of a layer, and from where. Reads no data.
+    ///
+    /// Errors as [`Checkpoint::layer`].
     pub fn parts(&self, layer: usize, rank: usize, ranks: usize) -> Result<Vec<Part>> {
         let config = self.layer_config(layer, ranks)?;
         Ok(self.sources(&config, layer, rank, ranks)?.into_iter().map(|s| s.part(self)).collect())
@@ -129,6 +137,8 @@ impl Checkpoint {
 
     /// Rank `rank`'s part of a layer, of `ranks` ranks of tensor and expert parallelism. Block scales are
     /// read (none may be NaN), `qkv_gate` and `o` copied; everything else is a view of the map.
+    ///
+    /// Errors: [`Error::Checkpoint`], [`Error::NanScale`].
     pub fn layer(&self, layer: usize, rank: usize, ranks: usize) -> Result<CheckpointLayer<'_>> {
         let config = self.layer_config(layer, ranks)?;
         let sources = self.sources(&config, layer, rank, ranks)?;
@@ -140,6 +150,8 @@ impl Checkpoint {
 
     /// A layer's own `input_layernorm` weight `w` (used as `1 + w`): layer 0's makes the first attention
     /// input of a stack; the others' come with the layer before, as `next_pre_attn_norm`.
+    ///
+    /// Errors as [`Checkpoint::layer`].
     pub fn input_norm(&self, layer: usize) -> Result<HostTensor<'_>> {
         self.model.layer(layer, 1, WeightKind::Nvfp4)?;
         self.vector(layer, "input_layernorm.weight", self.model.hidden)

@@ -19,6 +19,8 @@ pub struct SafetensorsFile {
 
 impl SafetensorsFile {
     /// Maps the file. It must not be changed while it is mapped.
+    ///
+    /// Errors: [`Error::File`].
     pub fn open(path: impl AsRef<Path>) -> Result<SafetensorsFile> {
         let path = path.as_ref().to_path_buf();
         let fail = |source| Error::File { path: path.clone(), source };
@@ -44,6 +46,8 @@ impl SafetensorsFile {
     }
 
     /// Every tensor of the file.
+    ///
+    /// Errors: [`Error::Format`].
     pub fn tensors(&self) -> Result<NamedTensors<'_>> {
         let parsed = self.parse()?;
         let mut all = NamedTensors::new();

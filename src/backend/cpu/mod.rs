@@ -79,6 +79,8 @@ impl<'a> CpuLayer<'a> {
 
     /// Attention: `attn_input` `[T, hidden]` to this rank's part of the attention output, with the
     /// step's keys and values appended to the cache.
+    ///
+    /// Errors: [`Error::Shape`], [`Error::Value`] or [`Error::Stride`] names the array that does not fit.
     pub fn attention_block(
         &self,
         attn_input: &[bf16],
@@ -103,6 +105,8 @@ impl<'a> CpuLayer<'a> {
 
     /// Boundary, router and experts: `stream` and the ranks' summed `attn_out`, both `[T, hidden]`, to
     /// this rank's part of the mixture.
+    ///
+    /// Errors: [`Error::Shape`] names the array that does not fit.
     pub fn moe_block(
         &self,
         stream: &[f32],
@@ -136,6 +140,8 @@ impl<'a> CpuLayer<'a> {
 
     /// The unpooler: the ranks' summed `moe_mix` `[T, expert_dim]` to `[T, hidden]`, up to
     /// `sliced_max_tokens` tokens zero outside the slice of `rank`, to be gathered over the ranks.
+    ///
+    /// Errors: [`Error::Shape`]; [`Error::Limit`] for a rank that is not there.
     pub fn unpool_block(&self, moe_mix: &[f32], rank: usize) -> Result<Vec<f32>> {
         let config = &self.config;
         self.tokens("moe_mix", moe_mix.len(), config.expert_dim, None)?;
@@ -147,6 +153,8 @@ impl<'a> CpuLayer<'a> {
     }
 
     /// The second boundary: `stream_after_attn` and the gathered `ffn_out`, both `[T, hidden]`.
+    ///
+    /// Errors: [`Error::Shape`] names the array that does not fit.
     pub fn ffn_block(&self, stream_after_attn: &[f32], ffn_out: &[f32]) -> Result<FfnBoundary> {
         let tokens = self.tokens("stream_after_attn", stream_after_attn.len(), self.config.hidden, None)?;
         self.tokens("ffn_out", ffn_out.len(), self.config.hidden, Some(tokens))?;
@@ -161,6 +169,8 @@ impl<'a> CpuLayer<'a> {
 
     /// The whole layer on one of several ranks. The taps `attn_out` and `moe_mix` are the ranks' sums, and `ffn_out`
     /// has every slice.
+    ///
+    /// Errors as [`CpuLayer::forward`]; [`Error::Plan`] for another rank than the options', and the collective's own.
     pub fn forward_with(
         &self,
         input: &StepInput,

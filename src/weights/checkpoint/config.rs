@@ -58,6 +58,8 @@ pub struct ModelConfig {
 
 impl ModelConfig {
     /// Reads `config.json`, and `hf_quant_config.json` where there is one, of the folder `dir`.
+    ///
+    /// Errors: [`Error::File`], [`Error::Format`]; [`Error::Checkpoint`] names the setting that is refused.
     pub fn read(dir: &Path) -> Result<ModelConfig> {
         let path = dir.join("config.json");
         let root = object(&path, &path)?;
