@@ -573,10 +573,15 @@ impl Step<'_> {
 
     fn moe_block(&self) -> Result<()> {
         self.attn_boundary()?;
-        // Routing before the pooler, so that the experts' kernels know their weights while it streams.
+        // Routing before the pooler, or beside it, so that the experts' kernels know their weights while it streams.
         self.router()?;
-        self.router_topk()?;
-        self.pooler()?;
+        if self.plan.launches.router.topk_behind {
+            self.pooler()?;
+            self.router_topk()?;
+        } else {
+            self.router_topk()?;
+            self.pooler()?;
+        }
         for pass in 0..self.plan.launches.experts.passes {
             self.pre_expert_norm(pass)?;
             self.w13(pass)?;

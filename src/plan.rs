@@ -231,6 +231,8 @@ pub struct RouterPlan {
     pub splits: u32,
     /// Whether the pooler goes on as soon as the router says that the boundary is complete, beside the routing.
     pub releases: bool,
+    /// Whether the top 8 are launched behind the pooler, whose CTAs leave them room, instead of before it.
+    pub topk_behind: bool,
 }
 
 /// The attention.
@@ -418,7 +420,8 @@ impl fmt::Display for Plan {
         }
         writeln!(f, "  o          {}", l.o)?;
         let beside = if l.router.releases { ", the pooler beside it" } else { "" };
-        writeln!(f, "  router     {:?}, splits {}{beside}", l.router.form, l.router.splits)?;
+        let behind = if l.router.topk_behind { ", the top 8 behind that" } else { "" };
+        writeln!(f, "  router     {:?}, splits {}{beside}{behind}", l.router.form, l.router.splits)?;
         writeln!(f, "  pooler     {}", l.pooler)?;
         let e = &l.experts;
         writeln!(

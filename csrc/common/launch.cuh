@@ -2,7 +2,7 @@
 //
 // The project's rules for dependent launch (docs/scheduling.md has the reasons):
 //   * every CTA of every kernel executes pdl_wait() before its first read of anything a predecessor
-//     wrote and before its first write of anything at all (the pooler's tokens may come sooner: gemm/skinny.cuh);
+//     wrote and before its first write of anything at all (but gemm/skinny.cuh, the pooler, and moe/router_topk.cuh behind it);
 //   * before pdl_wait() only weights (and other data no kernel of the step writes) are read;
 //   * pdl_launch() stands at the top, so that the successor's CTAs become resident and start their own
 //     weight loads as soon as there is room.

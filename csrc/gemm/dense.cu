@@ -45,7 +45,7 @@ int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
   const int token_clusters = (p.tokens + C::kTokens * C::kCM - 1) / (C::kTokens * C::kCM);
   const int row_tiles = p.rows / C::kRows;
   const GridArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.splits,
-                   token_clusters, row_tiles, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger};
+                   token_clusters, row_tiles, 16 / C::kCM, p.splits == 1 && !p.out_f32, late_trigger, p.ready};
   const int64_t items = int64_t(p.splits) * token_clusters * row_tiles;
   const int clusters = static_cast<int>(std::min<int64_t>(items, l.sm_count / C::kCM));
   return launch(tiled_kernel<C>, dim3(clusters * C::kCM), dim3(C::kThreads), C::kShared, l, map, out_map, a);
@@ -58,7 +58,7 @@ int launch_wide(const DenseParams& p, const Launch& l, int late_trigger) {
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
   const int token_tiles = (p.tokens + C::kN - 1) / C::kN, row_tiles = p.rows / C::kRows;
   const GridArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.out_stride, p.k / kTileK, p.splits,
-                   token_tiles, row_tiles, kGroupTokens / C::kN, p.splits == 1 && !p.out_f32, late_trigger};
+                   token_tiles, row_tiles, kGroupTokens / C::kN, p.splits == 1 && !p.out_f32, late_trigger, p.ready};
   const int64_t items = int64_t(p.splits) * token_tiles * row_tiles;
   const int ctas = static_cast<int>(std::min<int64_t>(items, l.sm_count));
   return launch(wide_kernel<C>, dim3(ctas), dim3(C::kThreads), C::kShared, l, map, a);
@@ -122,7 +122,6 @@ int prepare(Kernel* kernel, C) {
 int dense(const DenseParams& p, const Launch& l, int late_trigger) {
   if (!valid(p)) return kInvalid;
   if (p.tokens == 0) return 0;
-  if (p.ready != nullptr && (p.tile_n == 0 || p.tile_rows != 0)) return kInvalid;
   if (p.tile_rows != 0)
     return with_wide(p.tile_rows, p.tile_n, [&](auto c) { return launch_wide<decltype(c)>(p, l, late_trigger); });
   if (p.tile_n != 0)

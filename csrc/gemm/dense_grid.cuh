@@ -16,6 +16,7 @@ struct GridArgs {
   int32_t token_group;     // token tiles walked together
   int32_t bf16;            // output type
   int32_t late_trigger;    // 1: pdl_launch only after pdl_wait (the pooler)
+  const uint32_t* ready;   // DenseParams::ready
 };
 
 struct GridWork {
@@ -38,6 +39,18 @@ __device__ __forceinline__ GridWork grid_work(const GridArgs& a, int item) {
   w.k_begin = split_begin(w.split, a.splits, a.k_tiles);
   w.k_end = split_begin(w.split + 1, a.splits, a.k_tiles);
   return w;
+}
+
+// What a warp beside the producer does in the pooler, so that its tokens need not wait for the routing (skinny.cuh): it lets
+// the producer go on when the word says so, and triggers when the predecessor is complete.
+__device__ __forceinline__ void await_ready(const GridArgs& a, uint64_t* ready) {
+  if (a.ready != nullptr && threadIdx.x % 32 == 0) {
+    while (load_acquire(a.ready) == 0) {}
+    mbar_arrive(ready);
+  }
+  __syncwarp();
+  pdl_wait();
+  pdl_launch();
 }
 
 // Transposes 4 x 4 words over a quad: lane c ends with what lanes 0, 1, 2 and 3 had in v[c].

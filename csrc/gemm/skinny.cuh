@@ -29,7 +29,7 @@ struct SkinnyArgs {
   int32_t tokens, rows, k_tiles, splits, out_stride;
   int32_t bf16;            // output type
   int32_t late_trigger;    // 1: pdl_launch only after pdl_wait (the pooler)
-  uint32_t* ready;         // DenseParams::ready
+  const uint32_t* ready;   // DenseParams::ready
 };
 
 template <int kN_, int kMT_, int kW_, int kX_>
@@ -93,7 +93,6 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
     if (lane == 0 && a.ready != nullptr) {
       while (load_acquire(a.ready) == 0) {}
       mbar_arrive(ready);
-      atomicSub(a.ready, 1);
     }
     __syncwarp();
     pdl_wait();

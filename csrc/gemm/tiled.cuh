@@ -46,7 +46,7 @@ struct TiledConfig {
   static constexpr int kFit = (226 * 1024 - kStagingBytes) / kStageBytes;
   static constexpr int kStages = kFit > 8 ? 8 : kFit;
   static constexpr int kThreads = 384;
-  static constexpr size_t kShared = size_t(kStages) * kStageBytes + kStagingBytes + 2 * kStages * 8;
+  static constexpr size_t kShared = size_t(kStages) * kStageBytes + kStagingBytes + (2 * kStages + 1) * 8;
   static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && (kWhole || kCM == 1) && (kMmas == 1 || !kStaged));
 };
 
@@ -61,6 +61,7 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
   uint8_t* staging = ring + kStages * C::kStageBytes;
   uint64_t* full = reinterpret_cast<uint64_t*>(staging + C::kStagingBytes);
   uint64_t* empty = full + kStages;
+  uint64_t* ready = empty + kStages;
   auto tokens_of = [&](int stage) { return ring + stage * C::kStageBytes; };
   auto weights_of = [&](int stage) { return ring + stage * C::kStageBytes + C::kTokenBytes; };
 
@@ -103,6 +104,7 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
       mbar_init(&full[s], 1);
       mbar_init(&empty[s], 8 * kCluster);
     }
+    mbar_init(ready, 1);
     mbar_init_fence();
     tma_prefetch_descriptor(&token_map);
   }
@@ -118,12 +120,16 @@ __global__ void __cluster_dims__(C::kCM, 1, 1) __launch_bounds__(C::kThreads, 1)
     prefetched = min(kStages, w.k_end - w.k_begin);
     for (int i = 0; i < prefetched; i++) load_weights(w, w.k_begin + i, i);
   }
-  pdl_wait();
+  if (a.ready == nullptr) pdl_wait();
 
   if (warp < 4) {
     setmaxnreg_dec<40>();
+    if (a.late_trigger && warp == 1) await_ready(a, ready);
     if (is_producer) {
-      if (a.late_trigger) pdl_launch();
+      if (a.ready != nullptr) {
+        mbar_wait(ready, 0);
+        fence_proxy_async_global();
+      }
       int stage = 0;
       uint32_t phase = 1;  // an empty ring: the first pass does not wait
       for (int item = first; item < items; item += stride) {

@@ -8,7 +8,8 @@
 //
 // Pipeline: a ring of stages of one k tile each: weights 16 kMT KB by bulk copies of packed tiles, tokens kN x 128 bytes
 // by TMA (rows past T arrive as zeros). One producer thread; its warpgroup gives its registers to the consumers
-// (setmaxnreg). The first ring-full of weights is issued before the wait on the predecessor.
+// (setmaxnreg). The first ring-full of weights is issued before the wait on the predecessor; the pooler's tokens
+// may come before it too (dense_grid.cuh).
 //
 // Output: straight from registers, FP32 in full 32-byte sectors (a thread holds two weight rows of a token; eight lanes
 // make a sector); BF16 after a transposition of 8 x 8 blocks (movmatrix) and one of 4 x 4 in each quad, again in full
@@ -29,7 +30,7 @@ struct WideConfig {
   static constexpr int kFit = 226 * 1024 / kStageBytes;
   static constexpr int kStages = kFit > 8 ? 8 : kFit;
   static constexpr int kThreads = 384;
-  static constexpr size_t kShared = size_t(kStages) * kStageBytes + 2 * kStages * 8;
+  static constexpr size_t kShared = size_t(kStages) * kStageBytes + (2 * kStages + 1) * 8;
   static_assert(kStages >= 3 && kN % 8 == 0 && kMT * kN <= 384);
 };
 
@@ -75,6 +76,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t ring[];
   uint64_t* full = reinterpret_cast<uint64_t*>(ring + kStages * C::kStageBytes);
   uint64_t* empty = full + kStages;
+  uint64_t* ready = empty + kStages;
   auto weights_of = [&](int stage) { return ring + stage * C::kStageBytes; };
   auto tokens_of = [&](int stage) { return ring + stage * C::kStageBytes + C::kWeightBytes; };
 
@@ -98,6 +100,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       mbar_init(&full[s], 1);
       mbar_init(&empty[s], 8);
     }
+    mbar_init(ready, 1);
     mbar_init_fence();
     const GridWork w = work_of(blockIdx.x);
     prefetched = min(kStages, w.k_end - w.k_begin);
@@ -105,12 +108,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     tma_prefetch_descriptor(&token_map);
   }
   __syncthreads();
-  pdl_wait();
+  if (a.ready == nullptr) pdl_wait();
 
   if (warp >= 8) {
     setmaxnreg_dec<40>();
+    if (a.late_trigger && warp == 9) await_ready(a, ready);
     if (is_producer) {
-      if (a.late_trigger) pdl_launch();
+      if (a.ready != nullptr) {
+        mbar_wait(ready, 0);
+        fence_proxy_async_global();
+      }
       int stage = 0;
       uint32_t phase = 1;  // an empty ring: the first pass does not wait
       for (int item = blockIdx.x; item < items; item += gridDim.x) {

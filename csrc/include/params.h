@@ -33,8 +33,7 @@ struct DenseParams {
   int32_t tile_n;        // tokens per tile: 8, 16, 32, 64, 96, 128 (skinny kernel), the wide kernel's (gemm/heuristics.h), or 0:
                          // the tiled kernel, which chooses its own
   int32_t tile_rows;     // weight rows per tile of the wide kernel; 0: the skinny or the tiled kernel
-  uint32_t* ready;       // pooler, skinny kernel: control block; x is there as soon as this is not 0, and every CTA takes
-                         // one off; null: x is there after the wait
+  const uint32_t* ready; // pooler: control block; x is there as soon as this is not 0; null: x is there after the wait
 };
 
 // qk_norm_rope_append: adds the splits of qkv_gate, RMS-norms q and k per head (eps 1e-5), rotates
@@ -133,8 +132,8 @@ struct RouterParams {
   float* logits;             // FP32 [splits][T][256]
   int32_t tokens;
   int32_t splits;            // 16
-  uint32_t* ready;           // DenseParams::ready of the pooler, which need not wait for the routing: set to ready_count
-  int32_t ready_count;       // (its CTAs) as soon as the boundary is complete; null: it does wait
+  uint32_t* ready;           // DenseParams::ready of the pooler, which need not wait for the routing: set to 1 as soon as
+                             // the boundary is complete; null: it does wait
 };
 
 // router_tiled: partial logits of more tokens from the residual stream (moe/router_cluster.cuh with 8 splits to 128
@@ -147,8 +146,7 @@ struct RouterTiledParams {
   float* logits;             // FP32 [splits][T][256]
   int32_t tokens;
   int32_t splits;            // 1 .. 128
-  uint32_t* ready;           // as RouterParams::ready; to 128 tokens
-  int32_t ready_count;
+  uint32_t* ready;           // as RouterParams::ready
 };
 
 // router_topk: adds the splits, scores = sigmoid(logit * 0.17677...), top 8 of scores + bias (lowest id
@@ -169,6 +167,7 @@ struct RouterTopkParams {
   const int32_t* num_tokens_non_padded;  // [1] or null: tokens at or past it take no local route
   int32_t tokens;
   int32_t splits;
+  int32_t behind;              // 1 (65 to 512 tokens): launched behind the pooler, not before it
 };
 
 // pre_expert_norm: x = rms(sum of the pooler's splits, 1e-5) * (1 + pre_expert_norm), BF16, written once
@@ -179,6 +178,7 @@ struct PreExpertNormParams {
   const int32_t* token_route;    // [T][8]
   void* x;                       // BF16 [route_bound][4096], row = sorted route - route_begin
   float* expert_input;           // tap, FP32 [T][4096] (natural column order); may be null
+  uint32_t* ready;               // RouterParams::ready: set back to 0; may be null
   int32_t tokens;
   int32_t splits;
   int32_t route_begin;           // this pass handles sorted routes route_begin .. route_begin + route_bound

@@ -43,6 +43,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads 
   for (int c = 0; c < 4; c++) w[c] = *reinterpret_cast<const float2*>(p.norm_weight + column + 16 * c);
   cluster.ready();
   pdl_wait();
+  if (p.ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.ready = 0;
 
   const int64_t stride = int64_t(p.tokens) * kExpertDim;
   int round = 0;

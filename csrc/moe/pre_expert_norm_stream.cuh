@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kPreNormStreamThreads, kPreNormStreamCtas)
   }
   __syncthreads();
   pdl_wait();
+  if (p.ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.ready = 0;
 
   RingPlace<kPreNormStages> at;
   int round = 0;

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kRouterThreads, 2) router_kernel(const RouterP
     for (int q = 0; q < S::kQuads; q++)
       w[r][q] = load_weight(p.weight + int64_t(row + r) * kHidden + k + q * 128 + (threadIdx.x & 31) * 4);
   pdl_wait();
-  if (p.ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0) store_release(p.ready, p.ready_count);
+  if (p.ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0) store_release(p.ready, 1);
 
   const __nv_bfloat16* planes = static_cast<const __nv_bfloat16*>(p.ffn_input) + k;
   const auto load = [&](int first) {

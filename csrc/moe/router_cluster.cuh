@@ -70,7 +70,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRouterCluste
   const float2 scale0 = *reinterpret_cast<const float2*>(scales), scale1 = *reinterpret_cast<const float2*>(scales + 8);
   cluster_wait();
   pdl_wait();
-  if (p.ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0) store_release(p.ready, p.ready_count);
+  if (p.ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0) store_release(p.ready, 1);
 
   const int first = (kShared ? 0 : group * 64) + 4 * g + warp;  // this thread's rows: this token and 32 further
   const bool valid[2] = {first < n, first + 32 < n};

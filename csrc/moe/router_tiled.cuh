@@ -85,6 +85,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kRouterTileThreads, 
       cluster_wait();
       pdl_wait();
       if (lane == 0) {
+        if (p.ready != nullptr && blockIdx.x == 0) store_release(p.ready, 1);
         int stage = 0, parity = 1;
         for (int i = 0; i < steps; i++) {
           mbar_wait(&shared.empty[stage], parity);

@@ -132,14 +132,19 @@ __device__ __forceinline__ uint32_t take_ticket(uint32_t* counter) {
 }
 
 // A CTA a token; the last one builds the lists.
+//
+// Behind the pooler (RouterTopkParams::behind) the logits are there when a CTA starts, since the pooler triggers when the
+// router is complete, and it runs beside the pooler on what room that leaves. So that what comes later still starts with
+// complete lists, it triggers when they are written; and the last CTA waits for the pooler, so that this kernel's end is
+// its end too. The others leave their room to CTAs that have not begun.
 __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterTopkParams p) {
   __shared__ __align__(16) TopkShared top;
   __shared__ ListMasks<kListTokens / 32> masks;
   __shared__ bool last;
-  pdl_launch();
+  if (!p.behind) pdl_launch();
   const float bias = p.bias[threadIdx.x];
   topk_begin(top, threadIdx.x);
-  pdl_wait();
+  if (!p.behind) pdl_wait();
   topk_of_token(p, top, 1, threadIdx.x, bias, blockIdx.x);
   if (threadIdx.x < 32) {
     __syncwarp();
@@ -149,7 +154,14 @@ __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterT
     }
   }
   __syncthreads();
-  if (last) build_expert_lists<false>(p, masks);
+  if (!last) return;
+  build_expert_lists<false>(p, masks);
+  if (p.behind) {
+    __threadfence();
+    __syncthreads();
+    pdl_launch();
+    pdl_wait();
+  }
 }
 
 struct ListShared {

@@ -301,6 +301,7 @@ fn top_8_is_brute_force(
         num_tokens_non_padded: padded.ptr() as *const i32,
         tokens: tokens as i32,
         splits: splits as i32,
+        behind: 0,
     };
     let _current = gpu.device.make_current().expect("a context");
     // SAFETY: as in `pack`.

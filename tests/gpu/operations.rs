@@ -199,7 +199,8 @@ pub fn ffn_boundary(gpu: &Reference, run: &Run, _kind: LayerKind) {
 /// The pooler beside the routing: the bits of the pooler behind it.
 #[rstest]
 fn pooler_goes_beside_the_routing(
-    #[values("decode-1", "decode-3", "decode-8", "decode-9", "decode-33", "decode-64")] name: &str,
+    #[values("decode-1", "decode-8", "decode-33", "decode-64", "prefill-65", "decode-130", "verify-20", "prefill-333")]
+    name: &str,
     #[values(true, false)] dependent_launch: bool,
 ) {
     let Some(gpu) = gpu("operations::pooler_goes_beside_the_routing") else { return };
@@ -208,7 +209,8 @@ fn pooler_goes_beside_the_routing(
     let on = DeviceStep::new(&gpu, &step);
     let beside = gpu.plan(PlanKey { dependent_launch, ..step_key(&step, kind) });
     let mut launches = beside.launches.clone();
-    assert!(std::mem::replace(&mut launches.router.releases, false), "the skinny pooler goes beside the routing");
+    assert!(std::mem::replace(&mut launches.router.releases, false), "the pooler goes beside the routing");
+    launches.router.topk_behind = false;
     let behind = Plan::with_launches(beside.key.clone(), launches, beside.sm_count);
     let mut scratch = Scratch::new(&gpu, &beside);
     let mut run = |plan: &Plan| {

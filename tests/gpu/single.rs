@@ -197,7 +197,7 @@ pub fn projection<'g>(gpu: &'g Gpu, (source, packed): &'g (Vec<bf16>, Banded), o
         out_f32: of.out_f32 as i32,
         tile_n: of.tile.1,
         tile_rows: of.tile.0,
-        ready: std::ptr::null_mut(),
+        ready: std::ptr::null(),
     };
     let launch = move |stream: Stream| {
         let launch = Launch { stream: stream.as_ptr(), sm_count: of.sm_count as i32, dependent: 0 };

@@ -4,6 +4,8 @@
 //! A decode step is bound by bytes, so the rule for small T is "enough CTAs for every SM to stream";
 //! a prefill is bound by arithmetic, so the rule for large T is "tiles fill the SMs in few waves".
 
+use std::ops::RangeInclusive;
+
 use crate::backend::cuda::model as m;
 use crate::backend::cuda::tiles::{self, Projection};
 use crate::config::{LayerKind, WeightKind};
@@ -17,6 +19,11 @@ use crate::workspace::{CARRY_FLAGS, CONTROL_WORDS};
 pub const SKINNY_TOKENS: u32 = 128;
 /// Up to this many tokens the router runs over its FP32 rows; above, as a product of FP16 halves.
 pub const ROUTER_ROWS_TOKENS: u32 = 5;
+/// Up to this many tokens the pooler goes beside the routing; with more there is little to gain.
+const ROUTER_RELEASES_TOKENS: u32 = 1024;
+/// From and to how many tokens the top 8, a CTA a token, are launched behind the pooler: it is there from 65 on, and to 128
+/// the pooler's CTAs leave room for it (above, they fill an SM each, and the top 8 are 1% of a step slower behind them).
+const TOPK_BEHIND_TOKENS: RangeInclusive<u32> = 65..=128;
 /// Up to this many tokens that product is summed in clusters (the sizes are `router_tiled`'s).
 pub const ROUTER_CLUSTER_TOKENS: u32 = 128;
 /// What is left of 64 slices of K when 8 CTAs have added theirs (up to 64 tokens), or of 32 in fours.
@@ -140,14 +147,17 @@ fn unpooler(tokens: u32, rank: u32, sm_count: u32) -> DensePlan {
 
 /// Tiled: two CTAs, of half the experts each, a tile of tokens and split. K is split until they fill the SMs once.
 fn router(tokens: u32, sm_count: u32) -> RouterPlan {
-    if tokens <= ROUTER_ROWS_TOKENS {
-        return RouterPlan { form: RouterForm::Rows, splits: ROUTER_ROWS_SPLITS, releases: true };
-    }
-    if tokens <= ROUTER_CLUSTER_TOKENS {
-        return RouterPlan { form: RouterForm::Tiled, splits: ROUTER_CLUSTER_SPLITS, releases: true };
-    }
-    let splits = (sm_count / 2 / tokens.div_ceil(ROUTER_TILE_TOKENS)).clamp(1, ROUTER_TILED_SPLITS);
-    RouterPlan { form: RouterForm::Tiled, splits, releases: false }
+    let releases = tokens <= ROUTER_RELEASES_TOKENS;
+    let topk_behind = TOPK_BEHIND_TOKENS.contains(&tokens);
+    let (form, splits) = if tokens <= ROUTER_ROWS_TOKENS {
+        (RouterForm::Rows, ROUTER_ROWS_SPLITS)
+    } else if tokens <= ROUTER_CLUSTER_TOKENS {
+        (RouterForm::Tiled, ROUTER_CLUSTER_SPLITS)
+    } else {
+        let splits = (sm_count / 2 / tokens.div_ceil(ROUTER_TILE_TOKENS)).clamp(1, ROUTER_TILED_SPLITS);
+        (RouterForm::Tiled, splits)
+    };
+    RouterPlan { form, splits, releases, topk_behind }
 }
 
 /// The key less its short requests.
@@ -304,7 +314,8 @@ mod tests {
                 }
             }
             assert_eq!((l.o.splits, l.o.out_f32), (1, false), "attn_out is a BF16 segment border");
-            assert_eq!(l.router.releases, tokens <= SKINNY_TOKENS, "only the skinny pooler goes beside the routing");
+            assert_eq!(l.router.releases, tokens <= 1024);
+            assert_eq!(l.router.topk_behind, (65..=128).contains(&tokens));
             match l.router.form {
                 RouterForm::Rows => assert!(tokens <= 5 && l.router.splits == 16),
                 RouterForm::Tiled => assert!(tokens > 5 && (1..=32).contains(&l.router.splits)),

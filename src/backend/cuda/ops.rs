@@ -82,7 +82,7 @@ impl Step<'_> {
             out_f32: d.out_f32 as i32,
             tile_n: d.tile_n as i32,
             tile_rows: d.tile_rows as i32,
-            ready: std::ptr::null_mut(),
+            ready: std::ptr::null(),
         }
     }
 
@@ -258,21 +258,18 @@ impl Step<'_> {
         self.launched("attn_boundary", unsafe { bridge::attn_boundary(&params, &launch) })
     }
 
-    /// The word by which the router lets the pooler go on, and the pooler's CTAs.
-    fn ready(&self) -> (*mut u32, i32) {
-        let l = &self.plan.launches;
-        if !l.router.releases {
-            return (std::ptr::null_mut(), 0);
+    /// The word by which the router lets the pooler go on; null where the pooler waits for the routing.
+    fn ready(&self) -> *mut u32 {
+        if !self.plan.launches.router.releases {
+            return std::ptr::null_mut();
         }
-        let ctas = l.pooler.rows / 64 * l.pooler.splits * self.plan.key.tokens.div_ceil(l.pooler.tile_n);
-        ((self.scratch.control + 4 * u64::from(READY_WORD)) as *mut u32, ctas as i32)
+        (self.scratch.control + 4 * u64::from(READY_WORD)) as *mut u32
     }
 
     /// Partial logits, FP32 `[splits][T, 256]`, in the form the plan names.
     pub fn router(&self) -> Result<()> {
         let l = &self.plan.launches.router;
         let (weights, logits) = (&self.weights, self.scratch.logits);
-        let (ready, ready_count) = self.ready();
         match l.form {
             RouterForm::Rows => {
                 let params = RouterParams {
@@ -281,8 +278,7 @@ impl Step<'_> {
                     logits: logits as *mut f32,
                     tokens: self.tokens(),
                     splits: l.splits as i32,
-                    ready,
-                    ready_count,
+                    ready: self.ready(),
                 };
                 // SAFETY: as in `qkv_gate`.
                 self.launched("router", unsafe { bridge::router(&params, &self.launch) })
@@ -295,8 +291,7 @@ impl Step<'_> {
                     logits: logits as *mut f32,
                     tokens: self.tokens(),
                     splits: l.splits as i32,
-                    ready,
-                    ready_count,
+                    ready: self.ready(),
                 };
                 // SAFETY: as in `qkv_gate`.
                 self.launched("router", unsafe { bridge::router_tiled(&params, &self.launch) })
@@ -322,6 +317,7 @@ impl Step<'_> {
             num_tokens_non_padded: a.num_tokens_non_padded as *const i32,
             tokens: self.tokens(),
             splits: self.plan.launches.router.splits as i32,
+            behind: self.plan.launches.router.topk_behind as i32,
         };
         // SAFETY: as in `qkv_gate`.
         self.launched("router_topk", unsafe { bridge::router_topk(&params, &self.launch) })
@@ -332,7 +328,7 @@ impl Step<'_> {
         let d = &self.plan.launches.pooler;
         let stride = (self.plan.ffn_planes() * m::HIDDEN) as i32;
         let params = self.dense(d, &self.weights.pooler, self.args.ffn_input, stride, self.scratch.pooled);
-        let params = DenseParams { ready: self.ready().0, ..params };
+        let params = DenseParams { ready: self.ready(), ..params };
         // SAFETY: as in `qkv_gate`.
         self.launched("pooler", unsafe { bridge::pooler(&params, &self.launch) })
     }
@@ -352,6 +348,7 @@ impl Step<'_> {
             x: s.x as *mut _,
             // A tap of tokens, not of routes: once is enough.
             expert_input: if pass == 0 { self.args.expert_input as *mut f32 } else { std::ptr::null_mut() },
+            ready: self.ready(),
             tokens: self.tokens(),
             splits: self.plan.launches.pooler.splits as i32,
             route_begin: self.route_begin(pass),

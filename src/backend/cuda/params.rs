@@ -90,7 +90,7 @@ params! {
         out_f32: i32,
         tile_n: i32,
         tile_rows: i32,
-        ready: *mut u32,
+        ready: *const u32,
     }
     /// `msl::QkNormRopeAppendParams`.
     struct QkNormRopeAppendParams {
@@ -201,7 +201,6 @@ params! {
         tokens: i32,
         splits: i32,
         ready: *mut u32,
-        ready_count: i32,
     }
     /// `msl::RouterTiledParams`.
     struct RouterTiledParams {
@@ -212,7 +211,6 @@ params! {
         tokens: i32,
         splits: i32,
         ready: *mut u32,
-        ready_count: i32,
     }
     /// `msl::RouterTopkParams`.
     struct RouterTopkParams {
@@ -230,6 +228,7 @@ params! {
         num_tokens_non_padded: *const i32,
         tokens: i32,
         splits: i32,
+        behind: i32,
     }
     /// `msl::PreExpertNormParams`.
     struct PreExpertNormParams {
@@ -238,6 +237,7 @@ params! {
         token_route: *const i32,
         x: *mut c_void,
         expert_input: *mut f32,
+        ready: *mut u32,
         tokens: i32,
         splits: i32,
         route_begin: i32,
