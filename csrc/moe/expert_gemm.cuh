@@ -7,11 +7,10 @@
 // an expert's blocks are neighbours (its tokens and, with several chunks, its weights stay in L2). Items may have half or
 // a quarter of the row tiles (the other warpgroups rest) or a part of K (the sums come from one CTA and go to another).
 //
-// Ring: slots of 1, 2 or 4 k tiles of weights (1-D bulk copies, contiguous) and of tokens (TMA, 128-byte swizzle; 8-row
-// boxes up to 32 tokens, boxes of 64, 32 and 16 rows above), filled by two threads, one for the weights and one for the
-// tokens: a stage lasts a few hundred clocks, and one thread did not issue all its copies in that time. The
-// weights' thread runs ahead of pdl_wait() as far as the ring goes; the expert lists are read before it too, which
-// the pooler's late trigger allows.
+// Ring: slots of 1, 2 or 4 k tiles of weights (1-D bulk copies, contiguous) and of tokens (one tensor copy as wide as the
+// item, 128-byte swizzle), filled by two threads, one for the weights and one for the tokens. The weights' thread runs
+// ahead of pdl_wait() as far as the ring goes; the expert lists are read before it too, which the pooler's late trigger
+// allows.
 //
 // Consumer warpgroups own a row tile each. They load their share of a tile (one 16-byte and one 2-byte load a
 // thread), expand it to BF16 fragments in one of two register sets and issue four wgmmas; the next half tile is
@@ -31,6 +30,13 @@ namespace expert {
 
 // --- producer ------------------------------------------------------------------------------------
 
+// One lane of a whole warp. Told so, and not by `lane == 0`, the compiler knows that there is one, and leaves out the loop
+// of an election around every copy (12 instead of 5 to 8 instructions each).
+__device__ __forceinline__ bool elect() {
+  uint32_t mine;
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(mine));
+  return mine != 0;
+}
 __device__ __forceinline__ void wait_at(uint32_t bar, uint32_t parity) {
   uint32_t done;
   do {
@@ -52,11 +58,6 @@ __device__ __forceinline__ void tokens_3d(uint32_t dst, const CUtensorMap* map, 
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(k), "l"(kEvictNormal)
       : "memory");
-}
-__device__ __forceinline__ void tokens_2d(uint32_t dst, const CUtensorMap* map, int x, int row, uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}],"
-      " [%2], %5;" ::"r"(dst), "l"(map), "r"(bar), "r"(x), "r"(row), "l"(kEvictNormal) : "memory");
 }
 
 // A walker's place in the ring; addresses are in shared memory.
@@ -89,7 +90,7 @@ __device__ __forceinline__ void produce_weights(const GemmArgs& a, Shared<C>& s,
   for (int n = 0; n < s.mine; n++) {
     const Item item = item_at<C>(s, n);
     const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
-    const uint32_t bytes = tiles * kBytes, total = item.height * bytes, offset = tiles * token_rows(width) * 128;
+    const uint32_t bytes = tiles * kBytes, total = item.height * bytes, offset = tiles * width * 128;
     const uint64_t policy = item.shared ? kEvictNormal : kEvictFirst;
     const uint8_t* src = static_cast<const uint8_t*>(a.p.weight) + (int64_t(item.expert) * a.blocks + item.block) * kRowTile +
                          item.k * kBytes;
@@ -107,36 +108,22 @@ __device__ __forceinline__ void produce_weights(const GemmArgs& a, Shared<C>& s,
   }
 }
 
-// Tokens: by one thread of another warp.
+// Tokens: by one thread of another warp, a copy a stage. Rows past the expert's are whoever's come next, or zero.
 template <class C, int kKind>
 __device__ __forceinline__ void produce_tokens(const GemmArgs& a, Shared<C>& s, uint8_t* ring) {
   Place<C> at(s, ring);
   for (int n = 0; n < s.mine; n++) {
     const Item item = item_at<C>(s, n);
     const int width = C::width(item.tokens), tiles = C::stage_tiles(width, kKind);
-    const int rows = token_rows(item.tokens), tile_bytes = token_rows(width) * 128;
+    const CUtensorMap* map = &a.tokens[C::token_map(width)];
     int k = item.k;
     if (C::kCarry && item.resumes) await_sums<C>(a.p);
 #pragma unroll 1
     for (int stages = item.k_tiles / tiles; stages > 0; stages--, k += tiles) {
       wait_at(at.empty + at.slot * 8, at.phase ^ 1);
       const uint32_t bar = at.full + at.slot * 8;
-      expect_at(bar, tiles * rows * 128);
-      uint32_t dst = at.base + at.slot * at.slot_bytes;
-      if (width <= 32) {  // [box of 8 rows][k tile][1 KB]
-#pragma unroll 1
-        for (int row = 0; row < rows; row += 8, dst += tiles * 1024) tokens_3d(dst, &a.tokens8, item.row + row, k, bar);
-      } else {  // [k tile][rows], boxes of 64 rows, then of 32, then of 16
-#pragma unroll 1
-        for (int t = 0; t < tiles; t++, dst += tile_bytes) {
-          const int x = (k + t) * 64;
-          int row = 0;
-#pragma unroll 1
-          for (; row + 64 <= rows; row += 64) tokens_2d(dst + row * 128, &a.tokens[2], x, item.row + row, bar);
-          if (rows & 32) tokens_2d(dst + row * 128, &a.tokens[1], x, item.row + row, bar), row += 32;
-          if (rows & 16) tokens_2d(dst + row * 128, &a.tokens[0], x, item.row + row, bar);
-        }
-      }
+      expect_at(bar, tiles * width * 128);
+      tokens_3d(at.base + at.slot * at.slot_bytes, map, item.row, k, bar);
       at.advance();
     }
   }
@@ -183,12 +170,11 @@ template <class C, int kKind, int N>
 __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tiles, float (&acc)[N / 2]) {
   constexpr int kTiles = C::stage_tiles(N, kKind);  // of a stage
   constexpr int kBytes = tile_bytes(kKind);
-  constexpr int kWeights = kTiles * token_rows(N) * 128;  // of a slot, before them the tokens
-  constexpr int kTileStep = N <= 32 ? 1024 : token_rows(N) * 128;
-  // Descriptor of K-major tokens: 128-byte swizzle, groups of 8 tokens so many bytes apart.
-  constexpr int kGroupStride = N <= 32 ? kTiles * 1024 : 1024;
-  constexpr uint64_t kDescriptor = uint64_t(1) << 16 | uint64_t(kGroupStride >> 4) << 32 | uint64_t(1) << 62;
-  const int stages = k_tiles / kTiles, thread = threadIdx.x & 127;
+  constexpr int kWeights = kTiles * N * 128;  // of a slot, before them the tokens
+  constexpr int kTileStep = N * 128;
+  // Descriptor of K-major tokens: 128-byte swizzle, groups of 8 tokens 1 KB apart.
+  constexpr uint64_t kDescriptor = uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+  const int thread = threadIdx.x & 127;
   Fragment<kKind == 0> fragment;
   uint32_t weights = 0;  // of the stage: the row tile's
   uint64_t tokens = 0;   // of the stage; a tile's and a step's are constants away
@@ -206,80 +192,47 @@ __device__ __forceinline__ void multiply(Place<C>& at, int row_group, int k_tile
       fragment.mine = static_cast<const uint8_t*>(__cvta_shared_to_generic(weights + tile * kBytes + thread * 16));
     }
   };
-  auto multiply_pair = [&](int tile, int pair, uint32_t (&a)[2][4]) {
-    fence_fragments(a);
-    wgmma_fence();
-    wgmma_add<N>(acc, a[0], tokens + (tile * kTileStep >> 4) + 4 * pair);
-    wgmma_add<N>(acc, a[1], tokens + (tile * kTileStep >> 4) + 4 * pair + 2);
-    wgmma_commit();
-  };
   wgmma_fence_operand(acc);
   enter();
   fetch(0);
-  uint32_t a[2][2][4];  // two pairs of k16 steps: one is expanded while the other is multiplied
-  if constexpr (!C::kDrain) {
-    int previous = -1;
+  // Two pairs of k16 steps: one is expanded while the other is multiplied. A turn ends with nothing in flight (config).
+  uint32_t a[2][2][4];
 #pragma unroll 1
-    for (int t = 0; t < stages; t++) {
+  for (int left = k_tiles; left > 0; left -= C::kStepTiles) {
+    constexpr int kPairs = 2 * C::kStepTiles, kStage = 2 * kTiles;  // of a turn, of a stage
+    int slots[kPairs / kStage];
 #pragma unroll
-      for (int j = 0; j < kTiles; j++) {
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-          fragment.expand(pair, a[pair]);
-          multiply_pair(j, pair, a[pair]);
-          if (pair == 1) {  // the next tile's codes arrive while these products run
-            if (j + 1 < kTiles) {
-              fetch(j + 1);
-            } else {
-              previous = at.slot;
-              at.advance();
-              if (t + 1 < stages) {
-                enter();
-                fetch(0);
-              }
-            }
+    for (int n = 0; n < kPairs; n++) {
+      const int tile = n / 2 % kTiles, pair = n % 2;
+      fragment.expand(pair, a[pair]);
+      fence_fragments(a[pair]);
+      wgmma_fence();
+      wgmma_add<N>(acc, a[pair][0], tokens + (tile * kTileStep >> 4) + 4 * pair);
+      wgmma_add<N>(acc, a[pair][1], tokens + (tile * kTileStep >> 4) + 4 * pair + 2);
+      wgmma_commit();
+      if (pair == 1) {  // the next tile's codes arrive while these products run
+        if (tile + 1 < kTiles) {
+          fetch(tile + 1);
+        } else {
+          slots[n / kStage] = at.slot;
+          at.advance();
+          if (n + 1 < kPairs || left > C::kStepTiles) {
+            enter();
+            fetch(0);
           }
-          wgmma_wait<1>();  // all but this pair's products are done
-          if (j == 0 && pair == 0 && t > 0) release(at.empty, previous);
         }
       }
+      if (n + 1 < kPairs) wgmma_wait<1>();  // all but this pair's products are done
+      if (n > 0 && n % kStage == 0) release(at.empty, slots[n / kStage - 1]);
     }
     wgmma_wait<0>();
-    release(at.empty, previous);
-  } else {  // the same in turns of kStepTiles tiles, with nothing in flight from one to the next (config)
-    constexpr int kPairs = 2 * C::kStepTiles, kStage = 2 * kTiles;  // of a turn, of a stage
-#pragma unroll 1
-    for (int left = k_tiles; left > 0; left -= C::kStepTiles) {
-      int slots[kPairs / kStage];
-#pragma unroll
-      for (int n = 0; n < kPairs; n++) {
-        const int tile = n / 2 % kTiles, pair = n % 2;
-        fragment.expand(pair, a[pair]);
-        multiply_pair(tile, pair, a[pair]);
-        if (pair == 1) {
-          if (tile + 1 < kTiles) {
-            fetch(tile + 1);
-          } else {
-            slots[n / kStage] = at.slot;
-            at.advance();
-            if (n + 1 < kPairs || left > C::kStepTiles) {
-              enter();
-              fetch(0);
-            }
-          }
-        }
-        if (n + 1 < kPairs) wgmma_wait<1>();
-        if (n > 0 && n % kStage == 0) release(at.empty, slots[n / kStage - 1]);
-      }
-      wgmma_wait<0>();
-      release(at.empty, slots[kPairs / kStage - 1]);
-    }
+    release(at.empty, slots[kPairs / kStage - 1]);
   }
   wgmma_fence_operand(acc);
 }
 
 template <class C, int kKind, int N>
-__device__ __forceinline__ void consume_item(const GemmArgs& a, Place<C>& at, const Item& item, int row_group) {
+__device__ __forceinline__ void consume_item(const GemmArgs& a, Shared<C>& s, Place<C>& at, const Item& item, int row_group) {
   if (row_group >= item.height) {  // no row tile of this item: only keeps up with the ring
 #pragma unroll 1
     for (int t = item.k_tiles / C::stage_tiles(N, kKind); t > 0; t--) {
@@ -301,7 +254,7 @@ __device__ __forceinline__ void consume_item(const GemmArgs& a, Place<C>& at, co
     for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
   }
   multiply<C, kKind, N>(at, row_group, item.k_tiles, acc);
-  if (C::kCarry && item.hands_over) give_sums<C, N>(a.p, row_group, acc);
+  if (C::kCarry && item.hands_over) give_sums<C, N>(a.p, s, row_group, acc);
   else store_rows<N>(a.p, item, item.block + row_group, (threadIdx.x >> 5) & 3, acc, scale, up_scale);
 }
 
@@ -312,9 +265,9 @@ __device__ __forceinline__ void consume(const GemmArgs& a, Shared<C>& s, uint8_t
   Place<C> at(s, ring);
   for (int n = 0; n < s.mine; n++) {
     const Item item = item_at<C>(s, n);
-#define MSL_WIDTH(N)                                                                                    \
-  case N:                                                                                               \
-    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, at, item, row_group); \
+#define MSL_WIDTH(N)                                                                                       \
+  case N:                                                                                                  \
+    if constexpr (N <= C::kMaxN && C::width(N) == N) consume_item<C, kKind, N>(a, s, at, item, row_group); \
     break;
     switch (C::width(item.tokens)) { MSL_WIDTHS(MSL_WIDTH) }
 #undef MSL_WIDTH
@@ -340,18 +293,21 @@ __global__ void __launch_bounds__(C::kBlockThreads, 1) expert_gemm_kernel(const 
       mbar_init(&s.full[i], 2);  // weights and tokens
       mbar_init(&s.empty[i], C::kConsumers / 32);
     }
+    mbar_init(&s.given, C::kConsumers / 32);
     mbar_init_fence();
-    tma_prefetch_descriptor(&a.tokens8);
-    tma_prefetch_descriptor(&a.tokens[2]);
+  } else if (warp == 2 && 8 * lane < min(a.p.max_routes_per_expert, C::kMaxN)) {
+    tma_prefetch_descriptor(&a.tokens[C::token_map(C::width(8 * lane + 1))]);
   }
   __syncthreads();
   if (warp >= C::kConsumers / 32) {
     setmaxnreg_dec<C::kProducerRegisters>();
     if (warp == C::kConsumers / 32) {
-      if (lane == 0) produce_weights<C, kKind>(a, s, ring);
+      if (elect()) produce_weights<C, kKind>(a, s, ring);
     } else {
       pdl_wait();
-      if (warp == C::kConsumers / 32 + 1 && lane == 0) produce_tokens<C, kKind>(a, s, ring);
+      if (warp == C::kConsumers / 32 + 1 && elect()) produce_tokens<C, kKind>(a, s, ring);
+      if constexpr (C::kCarry)
+        if (warp == C::kConsumers / 32 + 2 && s.mine > 0 && item_at<C>(s, 0).hands_over && elect()) announce_sums<C>(a.p, s);
     }
   } else {
     setmaxnreg_inc<C::kConsumerRegisters>();

@@ -19,10 +19,6 @@ struct GemmConfig {
   static constexpr int kItems = 160;                  // that a CTA may have
   static constexpr int kSharedBytes = 1024 + kRingBytes;
 
-  // The main loop ends each turn of kStepTiles tiles with all products done. Otherwise some are in flight from one turn to
-  // the next, and the compiler keeps 8 registers for their fragments apart in every width, and serialises all products
-  // where those run out: 8 widths with wide blocks are what it bears.
-  static constexpr bool kDrain = kRowGroups > 2;
   // The wgmma width for `tokens` tokens. (Steps of 8 in chunks of 64 make no difference: 160 to 326 routes on 12 to 20 experts.)
   MSL_HD static constexpr int width(int tokens) {
     const int step = kRowGroups == 2 ? 32 : tokens > 64 || kMaxN == 64 ? 16 : 8;
@@ -33,6 +29,10 @@ struct GemmConfig {
   MSL_HD static constexpr int stage_tiles(int width, int weight_kind) {
     if (kRowGroups > 2) return kMaxN <= 64 ? 4 : width <= 64 ? 2 : 1;
     return width <= 32 ? (weight_kind == 0 ? 4 : 2) : width <= 64 ? 2 : 1;
+  }
+  // Which of GemmArgs' maps brings a stage of this width.
+  MSL_HD static constexpr int token_map(int width) {
+    return kRowGroups == 2 ? width / 32 - 1 : width <= 64 ? width / 8 - 1 : width / 16 + 3;
   }
 
   // CTAs may get equal runs of steps of so many k tiles (expert_walk.cuh).
@@ -47,10 +47,5 @@ struct GemmConfig {
   MSL_HD static constexpr int step_base(int tokens) { return kMaxN <= 64 ? 7 : tokens <= 256 ? 8 : 10; }
   MSL_HD static constexpr int step_cost(int base, int width) { return base + width / 8; }
 };
-
-// Token rows that come for `tokens` tokens (or that a stage of that width has room for): boxes of 8 rows up to 32,
-// of 16, 32 and 64 rows above.
-MSL_HD constexpr int token_rows(int tokens) { return tokens <= 32 ? (tokens + 7) / 8 * 8 : (tokens + 15) / 16 * 16; }
-
 }  // namespace expert
 }  // namespace msl

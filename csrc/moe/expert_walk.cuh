@@ -26,6 +26,7 @@ template <class C>
 struct Shared {
   uint64_t full[C::kMaxSlots];
   uint64_t empty[C::kMaxSlots];
+  uint64_t given;    // all consumers have stored their sums for the next CTA
   Lists lists;       // a unit: kRowGroups row tiles
   int whole;         // units that are items; those after them are cut into 2^cut items each
   int cut;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void size_ring(Shared<C>& s) {
   for (int i = 0; i < 4; i++) {
     const int tokens = min(kSteps[i], max(most, 1));
     const int tiles = C::stage_tiles(tokens, kKind);
-    bytes = max(bytes, tiles * (token_rows(C::width(tokens)) * 128 + C::kRowGroups * tile_bytes(kKind)));
+    bytes = max(bytes, tiles * (C::width(tokens) * 128 + C::kRowGroups * tile_bytes(kKind)));
   }
   bytes = (bytes + 1023) / 1024 * 1024;
   s.slot_bytes = bytes;
@@ -195,29 +196,34 @@ __device__ __forceinline__ Item item_at(const Shared<C>& s, int n) {
   return item;
 }
 
-// A warpgroup's sums, to the CTA after this one and from the one before. A word counts the warps that have given theirs. The
-// taker's tokens' thread waits for all of them before it brings the item's first stage, and clears the word: were it the
+// A warpgroup's sums, to the CTA after this one and from the one before. The consumers only store theirs and go on; a warp
+// that has nothing else to do waits until all have, and then for memory, before it sets the word that says so. The
+// taker's tokens' thread waits for that word before it brings the item's first stage, and clears it: were it the
 // consumers that spin, their main loops would suffer as above (Tall of 128 tokens: 10%).
 template <class C>
 __device__ __forceinline__ float4* carried(const ExpertGemmParams& p, int cta, int row_group) {
   return reinterpret_cast<float4*>(p.carry) + (cta * C::kRowGroups + row_group) * (C::kMaxN / 8) * kThreads + (threadIdx.x & 127);
 }
 template <class C, int N>
-__device__ __forceinline__ void give_sums(const ExpertGemmParams& p, int row_group, const float (&acc)[N / 2]) {
+__device__ __forceinline__ void give_sums(const ExpertGemmParams& p, Shared<C>& s, int row_group, const float (&acc)[N / 2]) {
   float4* to = carried<C>(p, blockIdx.x, row_group);
 #pragma unroll
   for (int j = 0; j < N / 8; j++) __stcg(to + j * kThreads, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
   __syncwarp();
-  if ((threadIdx.x & 31) == 0)
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.carry_flags + blockIdx.x) : "memory");
+  if ((threadIdx.x & 31) == 0) mbar_arrive(&s.given);
+}
+template <class C>
+__device__ __forceinline__ void announce_sums(const ExpertGemmParams& p, Shared<C>& s) {
+  mbar_wait(&s.given, 0);
+  asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.carry_flags + blockIdx.x) : "memory");
 }
 template <class C>
 __device__ __forceinline__ void await_sums(const ExpertGemmParams& p) {
   uint32_t* given = p.carry_flags + blockIdx.x - 1;
-  uint32_t warps;
+  uint32_t there;
   do {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(warps) : "l"(given) : "memory");
-  } while (warps != C::kConsumers / 32);
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(there) : "l"(given) : "memory");
+  } while (!there);
   asm volatile("st.relaxed.gpu.global.b32 [%0], 0;" ::"l"(given) : "memory");
 }
 // acc = 0, or the sums of the CTA before, once the item's first stage is there.

@@ -13,9 +13,9 @@ namespace msl {
 namespace expert {
 namespace {
 
-int encode(CUtensorMap* map, const void* base, int rank, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box) {
+int encode(CUtensorMap* map, const void* base, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box) {
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult r = encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(base), dims, strides, box,
+  const CUresult r = encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(base), dims, strides, box,
                                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return static_cast<int>(r);  // the codes of cudaError_t
@@ -35,18 +35,12 @@ int run_expert_gemm(const ExpertGemmParams& p, const Launch& l, Shape shape) {
   if (!encode_tiled()) return static_cast<int>(cudaErrorInitializationError);
   GemmArgs a{};
   a.p = p;
-  const cuuint64_t row_bytes = kExpertDim * 2, rows = p.route_bound;
-  {
-    const cuuint64_t dims[3] = {64, rows, kExpertDim / 64}, strides[2] = {row_bytes, 128};
-    const cuuint32_t box[3] = {64, 8, static_cast<cuuint32_t>(box_tiles(shape, p))};
-    if (const int error = encode(&a.tokens8, p.x, 3, dims, strides, box)) return error;
-  }
-  {
-    const cuuint64_t dims[2] = {kExpertDim, rows}, strides[1] = {row_bytes};
-    for (int i = 0; i < 3; i++) {
-      const cuuint32_t box[2] = {64, 16u << i};
-      if (const int error = encode(&a.tokens[i], p.x, 2, dims, strides, box)) return error;
-    }
+  const cuuint64_t dims[3] = {64, static_cast<cuuint64_t>(p.route_bound), kExpertDim / 64}, strides[2] = {kExpertDim * 2, 128};
+  TokenBox boxes[kTokenMaps];
+  for (int n = token_boxes(shape, p, boxes); n > 0; n--) {
+    const TokenBox& b = boxes[n - 1];
+    const cuuint32_t box[3] = {64, b.rows, b.k_tiles};
+    if (const int error = encode(&a.tokens[b.map], p.x, dims, strides, box)) return error;
   }
   a.blocks = (p.swiglu ? 2 * kExpertDim : kExpertDim) / 64;
   return shape == Shape::kTall ? launch_tall(a, l) : launch_wide(a, l);

@@ -15,18 +15,23 @@ enum class Shape : int {
   kTall = 3,  // NVFP4: 256 rows x up to 32, 64 or 128 tokens
 };
 
+constexpr int kTokenMaps = 12;  // that a configuration needs at most: one for each width
+
 // What a kernel gets by value.
 struct GemmArgs {
   ExpertGemmParams p;
-  int32_t blocks;         // 64-row tiles of an expert's matrix
-  CUtensorMap tokens8;    // x as (64 columns, rows, 64 groups of columns); box 64 x 8 x (k tiles of a stage)
-  CUtensorMap tokens[3];  // x as (4096 columns, rows); boxes of 64 x 16, 32, 64
+  int32_t blocks;  // 64-row tiles of an expert's matrix
+  CUtensorMap tokens[kTokenMaps];  // x as (64 columns, rows, 64 groups of columns); boxes 64 x width x (k tiles of a stage)
 };
 
 int launch_few(const ExpertGemmParams&, const Launch&);
 int launch_wide(const GemmArgs&, const Launch&);
 int launch_tall(const GemmArgs&, const Launch&);
-int box_tiles(Shape, const ExpertGemmParams&);  // k tiles of a box of `tokens8`
+struct TokenBox {
+  int map;  // of GemmArgs::tokens
+  uint32_t rows, k_tiles;
+};
+int token_boxes(Shape, const ExpertGemmParams&, TokenBox (&boxes)[kTokenMaps]);  // how many
 int prepare_few();
 int prepare_many();
 int prepare_pack();

@@ -16,10 +16,21 @@ using Wide = GemmConfig<2, 256>;
 // chunks of 128. Experts of up to 64 tokens are 1 to 4% faster in chunks of 64.
 constexpr int kTall64Tokens = 128;
 
-static_assert(Tall32::stage_tiles(8, 0) == Tall64::stage_tiles(8, 0));
-int box_tiles(Shape shape, const ExpertGemmParams& p) {
-  if (shape == Shape::kWide) return Wide::stage_tiles(8, p.weight_kind);
-  return p.max_routes_per_expert <= kTall64Tokens ? Tall64::stage_tiles(8, 0) : Tall128::stage_tiles(8, 0);
+// A box for each width that an expert of the step can have.
+template <class C, int kKind>
+static int boxes_of(const ExpertGemmParams& p, TokenBox (&boxes)[kTokenMaps]) {
+  const int most = p.max_routes_per_expert < C::kMaxN ? p.max_routes_per_expert : C::kMaxN;
+  int n = 0;
+  for (int tokens = 1; tokens <= most; tokens = C::width(tokens) + 1) {
+    const int width = C::width(tokens);
+    boxes[n++] = {C::token_map(width), static_cast<uint32_t>(width), static_cast<uint32_t>(C::stage_tiles(width, kKind))};
+  }
+  return n;
+}
+int token_boxes(Shape shape, const ExpertGemmParams& p, TokenBox (&boxes)[kTokenMaps]) {
+  if (shape == Shape::kWide) return boxes_of<Wide, 1>(p, boxes);
+  if (p.max_routes_per_expert <= Tall32::kMaxN) return boxes_of<Tall32, 0>(p, boxes);
+  return p.max_routes_per_expert <= kTall64Tokens ? boxes_of<Tall64, 0>(p, boxes) : boxes_of<Tall128, 0>(p, boxes);
 }
 int launch_tall(const GemmArgs& a, const Launch& l) {
   const int tokens = a.p.max_routes_per_expert;
