@@ -5,7 +5,8 @@
 // splits of a token are many bytes for one SM. In a group of 64 columns, the 16 bytes at positions 8 m .. 8 m + 7
 // hold the natural columns 2 m + 16 c, 2 m + 16 c + 1 of c = 0 .. 3: a thread loads four pairs (eight neighbours
 // read 64 contiguous bytes) and stores 16 bytes, 128 contiguous ones with its neighbours. Norm weights are in
-// registers before pdl_wait(); with many tokens a CTA walks over them and keeps the weights.
+// registers before pdl_wait(); with many tokens a CTA walks over them and keeps the weights. With few, the token's
+// routes are too: the pooler stands between router_topk and this kernel (see combine.cuh).
 #pragma once
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"
@@ -41,6 +42,12 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads 
   float2 w[4];
 #pragma unroll
   for (int c = 0; c < 4; c++) w[c] = *reinterpret_cast<const float2*>(p.norm_weight + column + 16 * c);
+  int4 r0 = {}, r1 = {};
+  const auto look_up = [&](int token) {
+    const int4* routes = reinterpret_cast<const int4*>(p.token_route + int64_t(token) * kTopK);
+    r0 = __ldcg(routes), r1 = __ldcg(routes + 1);
+  };
+  if constexpr (kCtas > 2) look_up(blockIdx.x / kCtas);
   cluster.ready();
   pdl_wait();
   if (p.ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.ready = 0;
@@ -48,8 +55,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kPreNormThreads 
   const int64_t stride = int64_t(p.tokens) * kExpertDim;
   int round = 0;
   for (int token = blockIdx.x / kCtas; token < p.tokens; token += gridDim.x / kCtas) {
-    const int4* routes = reinterpret_cast<const int4*>(p.token_route + int64_t(token) * kTopK);
-    const int4 r0 = __ldcg(routes), r1 = __ldcg(routes + 1);
+    if constexpr (kCtas <= 2) look_up(token);
     const uint32_t begin = p.route_begin;
     const uint32_t place[kTopK] = {r0.x - begin, r0.y - begin, r0.z - begin, r0.w - begin,
                                    r1.x - begin, r1.y - begin, r1.z - begin, r1.w - begin};

@@ -293,12 +293,12 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kGroups* kTopkTh
     cluster_arrive();
     cluster_wait();
   }
-  pdl_wait();
   int local_start = 0, limit = 0;
-  if (expert < 32) {
+  if (expert < 32) {  // the caller's
     local_start = __ldcg(p.local_start);
     limit = list_limit(p);
   }
+  pdl_wait();
   uint32_t local = kExperts;  // this slot's local expert (lanes 0 .. 7 of the group's first warp)
   if (token < p.tokens) {
     const int id = topk_of_token(p, tops[group], 1 + group, expert, bias, token);

@@ -150,15 +150,16 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
   load_columns<Shape>(post, p.post_norm_weight);
   if (p.next_norm_weight != nullptr) load_columns<Shape>(next, p.next_norm_weight);
   const int64_t token = blockIdx.x / kCtas, row = token * kHidden;
-  cluster.ready();
-  pdl_wait();
-
+  // The stream too: attn_boundary wrote it, and the pooler stands between (see moe/combine.cuh).
   float4 a[kChunks], b[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; i++) {
     a[i] = __ldcg(reinterpret_cast<const float4*>(p.stream + row + Shape::column(i)));
     b[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+  cluster.ready();
+  pdl_wait();
+
 #pragma unroll
   for (int i = 0; i < kChunks; i++) {
     const int column = Shape::column(i) - p.column_begin;
