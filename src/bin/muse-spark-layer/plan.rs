@@ -90,12 +90,14 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
     if !l.attention.tiled || l.short_attention.is_some() {
         list.push(("out_norm_gate", "attention/out_norm_gate.cuh", none()));
     }
+    let (topk, pooler) = (("router_topk", "moe/router_topk*.cuh", none()), with("pooler", dense(&l.pooler)));
+    let [first, second] = if r.topk_behind { [pooler, topk] } else { [topk, pooler] };
     list.extend([
         with("o", dense(&l.o)),
         ("attn_boundary", "residual/boundary*.cuh", none()),
         with("router", router),
-        ("router_topk", "moe/router_topk*.cuh", none()),
-        with("pooler", dense(&l.pooler)),
+        first,
+        second,
         ("pre_expert_norm", "moe/pre_expert_norm*.cuh", none()),
         with("w13", experts(1)),
         with("w2", experts(e.w2_splits)),
