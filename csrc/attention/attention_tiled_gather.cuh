@@ -1,12 +1,12 @@
 // Gather: the visible pages of every request become FP16 tiles of 128 keys, once a call.
 //
-// A CTA of 256 threads owns one tile of one request, both KV heads, K and V (128 cached tokens: 32 KiB
-// of E4M3 in, 64 KiB of FP16 out), and walks on by gridDim.x. 128 threads look up one key's page each
-// (shared memory: 128 row numbers); then each thread brings 8 pieces of 16 E4M3 values, all in flight
-// at once, and stores each as one 32-byte sector of the swizzled image. E4M3 to FP16 is exact. Keys
-// that do not exist (past the length, page id out of range) are never dereferenced: their rows are
-// zeros and their bits in the tile's header clear. The grid is bounded by the plan; how many tiles
-// there are is read from the lengths on the device, and a CTA without a tile leaves at once.
+// A CTA of 256 threads owns a part of a tile of one request, both KV heads, K and V (32 cached tokens: 8 KiB of E4M3
+// in, 16 KiB of FP16 out), and walks on by gridDim.x. A warp looks up the keys' pages (shared memory: 32 row numbers);
+// then each thread brings 16 E4M3 values of K and 16 of V and stores each as one 32-byte sector of the swizzled image.
+// So little a thread, because what the kernel after it waits for is not bytes but one thread's chain of loads,
+// conversions and stores. E4M3 to FP16 is exact. Keys that do not exist (past the length, page id out of range) are never
+// dereferenced: their rows are zeros and their bits in the tile's header clear. The grid is bounded by the plan; how many
+// tiles there are is read from the lengths on the device, and a CTA without a part leaves at once.
 //
 // A NaN in a value row would pass, as 0 * NaN, to queries that do not see the key: such a row becomes
 // zeros, and its key NaN instead, which only the queries that see it take.
@@ -23,9 +23,7 @@ namespace tiled {
 struct KeyRange {
   int first, count;
 };
-__device__ __forceinline__ KeyRange key_range(const AttentionParams& p, int key_tiles, int request) {
-  int queries = p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
-  int length = p.cache_seqlens[request];
+__device__ __forceinline__ KeyRange key_range(const AttentionParams& p, int key_tiles, int queries, int length) {
   KeyRange r{0, 0};
   if (queries <= 0 || length <= 0) return r;
   if (p.window > 0) r.first = max(0, length - queries - p.window + 1);
@@ -34,9 +32,10 @@ __device__ __forceinline__ KeyRange key_range(const AttentionParams& p, int key_
 }
 
 // The `index`-th tile, counting requests from `begin` in steps of `step` (1 or -1), each of which has
-// count(request) tiles. Whole warps call it; returns the request (or -1) and leaves the tile in `index`.
+// count(request) tiles. Whole warps call it; returns the request (or -1), leaves the tile in `index` and in `who` the lane
+// whose last call of `count` was for that request: what that lane has loaded need not be loaded again.
 template <class Count>
-__device__ __forceinline__ int find_tile(int requests, bool backward, int& index, Count count) {
+__device__ __forceinline__ int find_tile(int requests, bool backward, int& index, int& who, Count count) {
   int lane = threadIdx.x & 31;
   for (int base = 0; base < requests; base += 32) {
     int i = base + lane;
@@ -49,7 +48,7 @@ __device__ __forceinline__ int find_tile(int requests, bool backward, int& index
     }
     unsigned past = __ballot_sync(~0u, sum > index);
     if (past) {
-      int who = __ffs(past) - 1;
+      who = __ffs(past) - 1;
       index -= __shfl_sync(~0u, sum - mine, who);
       return backward ? requests - 1 - (base + who) : base + who;
     }
@@ -68,124 +67,110 @@ __device__ __forceinline__ bool has_nan(const uint4& v) {
   return (any(v.x) | any(v.y) | any(v.z) | any(v.w)) != 0;
 }
 
-constexpr int kGatherThreads = 256;
+constexpr int kGatherThreads = 8 * kPartKeys;
 
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const AttentionParams p, const Plan plan) {
   pdl_launch();
-  __shared__ int64_t rows[kKeys];
-  __shared__ uint32_t visible[4];
-  __shared__ float norms[2][kGatherThreads / 32];
+  __shared__ int64_t rows[kPartKeys];
+  __shared__ float norms[kKvHeads][kGatherThreads / 32];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  // What is read before the wait: lengths and page ids, which are the caller's, and the rows of a first tile whose keys
+  // What is read before the wait: lengths and page ids, which are the caller's, and the rows of a first part whose keys
   // are all older than the step.
   bool waited = false;
   const auto wait = [&] {
     if (!waited) pdl_wait();
     waited = true;
   };
+  const int tokens_end = p.cu_seqlens_q[p.requests];
 
   auto* images = static_cast<uint8_t*>(p.kv_scratch);
   auto* headers = reinterpret_cast<TileHeader*>(images + plan.header_offset);
-  for (int unit = blockIdx.x;; unit += gridDim.x) {
-    int tile = unit;
-    int request = find_tile(p.requests, false, tile, [&](int b) {
-      return (key_range(p, plan.key_tiles, b).count + kKeys - 1) / kKeys;
+  const int64_t units = static_cast<int64_t>(p.requests) * plan.key_tiles * kParts;
+  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    int tile = static_cast<int>(unit / kParts), who = 0, queries = 0, length = 0;
+    const int part = static_cast<int>(unit % kParts);
+    const int request = find_tile(p.requests, false, tile, who, [&](int b) {
+      queries = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b], length = p.cache_seqlens[b];
+      return (key_range(p, plan.key_tiles, queries, length).count + kKeys - 1) / kKeys;
     });
     if (request < 0) break;
-    KeyRange range = key_range(p, plan.key_tiles, request);
-    const int old = p.cache_seqlens[request] - (p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request]);
-    if (range.first + (tile + 1) * kKeys > old) wait();
+    queries = __shfl_sync(~0u, queries, who), length = __shfl_sync(~0u, length, who);
+    const KeyRange range = key_range(p, plan.key_tiles, queries, length);
+    const int first_key = tile * kKeys + part * kPartKeys;  // counted from range.first
 
-    if (thread < kKeys) {
-      int key = tile * kKeys + thread;
+    uint32_t visible = 0;
+    if (warp == 0) {
       int64_t row = -1;
-      if (key < range.count) {
-        int position = range.first + key;
-        int column = position >> p.page_log2;
+      if (first_key + lane < range.count) {
+        const int position = range.first + first_key + lane;
+        const int column = position >> p.page_log2;
         if (column < p.table_width) {
-          int id = p.page_table[request * p.table_stride + column];
+          const int id = p.page_table[request * p.table_stride + column];
           if (id >= 0 && id < p.pages)
             row = (static_cast<int64_t>(id) << p.page_log2) + (position & ((1 << p.page_log2) - 1));
         }
       }
-      rows[thread] = row;
-      uint32_t bits = __ballot_sync(~0u, row >= 0);
-      if (lane == 0) visible[warp] = bits;
+      rows[lane] = row;
+      visible = __ballot_sync(~0u, row >= 0);
     }
+    if (range.first + first_key + kPartKeys > length - queries) wait();
     __syncthreads();
 
-    // Piece i of a thread: key 32 i + thread / 8, and of the key's 128 bytes the 16 at 16 (thread % 8).
-    const int piece = thread & 7, head = piece >> 2;
-    uint4 k[4], v[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int64_t row = rows[32 * i + (thread >> 3)];
-      k[i] = v[i] = make_uint4(0, 0, 0, 0);
-      if (row >= 0) {
-        k[i] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.k_cache) + row * kKvSize + piece * 16);
-        v[i] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.v_cache) + row * kKvSize + piece * 16);
-      }
+    // A thread's piece: of key thread / 8 the 16 of 128 bytes at 16 (thread % 8).
+    const int key = thread >> 3, piece = thread & 7, head = piece >> 2;
+    uint4 k = make_uint4(0, 0, 0, 0), v = k;
+    if (const int64_t row = rows[key]; row >= 0) {
+      k = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.k_cache) + row * kKvSize + piece * 16);
+      v = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.v_cache) + row * kKvSize + piece * 16);
     }
     wait();
-    uint8_t* image =
-        images + ((static_cast<int64_t>(request) * kKvHeads + head) * plan.key_tiles + tile) * kImageBytes;
-    float largest = 0.f;
+    // The four threads of a (key, head) agree on whether its value row holds a NaN.
+    const unsigned bad = __ballot_sync(~0u, has_nan(v));
+    if ((bad >> (lane & 28)) & 15) v = make_uint4(0, 0, 0, 0), k = make_uint4(~0u, ~0u, ~0u, ~0u);
+    const uint32_t in[2][4] = {{k.x, k.y, k.z, k.w}, {v.x, v.y, v.z, v.w}};
+    uint8_t* image = images + ((static_cast<int64_t>(request) * kKvHeads + head) * plan.key_tiles + tile) * kImageBytes +
+                     (part * kPartKeys + key) * 128;
+    float square = 0.f;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int key = 32 * i + (thread >> 3);
-      // The four threads of a (key, head) agree on whether its value row holds a NaN.
-      unsigned bad = __ballot_sync(~0u, has_nan(v[i]));
-      bool poisoned = (bad >> (lane & 28)) & 15;
-      if (poisoned) v[i] = make_uint4(0, 0, 0, 0), k[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-      uint32_t out[2][8];
-      const uint32_t in[2][4] = {{k[i].x, k[i].y, k[i].z, k[i].w}, {v[i].x, v[i].y, v[i].z, v[i].w}};
+    for (int m = 0; m < 2; m++) {
+      uint32_t out[8];
 #pragma unroll
-      for (int m = 0; m < 2; m++)
+      for (int w = 0; w < 4; w++) {
+        out[2 * w] = e4m3x2_to_half2(in[m][w] & 0xFFFF);
+        out[2 * w + 1] = e4m3x2_to_half2(in[m][w] >> 16);
+      }
 #pragma unroll
-        for (int w = 0; w < 4; w++) {
-          out[m][2 * w] = e4m3x2_to_half2(in[m][w] & 0xFFFF);
-          out[m][2 * w + 1] = e4m3x2_to_half2(in[m][w] >> 16);
+      for (int h = 0; h < 2; h++)
+        *reinterpret_cast<uint4*>(image + m * kTileBytes + (((2 * (piece & 3) + h) ^ (key & 7)) << 4)) =
+            make_uint4(out[4 * h], out[4 * h + 1], out[4 * h + 2], out[4 * h + 3]);
+      if (m == 0) {
+#pragma unroll
+        for (int w = 0; w < 8; w++) {
+          const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&out[w]));
+          square = fmaf(f.x, f.x, fmaf(f.y, f.y, square));
         }
-      float square = 0.f;
-#pragma unroll
-      for (int w = 0; w < 8; w++) {
-        float2 f = __half22float2(*reinterpret_cast<const __half2*>(&out[0][w]));
-        square = fmaf(f.x, f.x, fmaf(f.y, f.y, square));
       }
-      square += __shfl_xor_sync(~0u, square, 1);
-      square += __shfl_xor_sync(~0u, square, 2);
-      largest = fmaxf(largest, square);
-      const int chunk = 2 * (piece & 3);
-#pragma unroll
-      for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-          *reinterpret_cast<uint4*>(image + m * kTileBytes + key * 128 + (((chunk + h) ^ (key & 7)) << 4)) =
-              make_uint4(out[m][4 * h], out[m][4 * h + 1], out[m][4 * h + 2], out[m][4 * h + 3]);
     }
-    // Lanes of one head: bit 2 of the lane. Then one value a warp and head, joined by thread 0.
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
-    if ((lane & 27) == 0) norms[head][warp] = largest;
+    square += __shfl_xor_sync(~0u, square, 1);
+    square += __shfl_xor_sync(~0u, square, 2);
+    // Lanes of one head: bit 2 of the lane. Then one value a warp and head, joined by two threads of warp 0.
+    square = fmaxf(square, __shfl_xor_sync(~0u, square, 8));
+    square = fmaxf(square, __shfl_xor_sync(~0u, square, 16));
+    if ((lane & 27) == 0) norms[head][warp] = square;
     __syncthreads();
-    if (thread == 0) {
-      TileHeader h;
-      for (int i = 0; i < 4; i++) h.visible[i] = visible[i];
-      h.all_visible = (visible[0] & visible[1] & visible[2] & visible[3]) == ~0u;
-      for (int m = 0; m < 2; m++) {
-        float n = 0.f;
-        for (int w = 0; w < kGatherThreads / 32; w++) n = fmaxf(n, norms[m][w]);
-        h.max_norm[m] = sqrtf(n) * 1.0001f;
-      }
-      h.unused = 0;
-      headers[static_cast<int64_t>(request) * plan.key_tiles + tile] = h;
+    TileHeader& header = headers[static_cast<int64_t>(request) * plan.key_tiles + tile];
+    if (thread < kKvHeads) {
+      float n = 0.f;
+#pragma unroll
+      for (int w = 0; w < kGatherThreads / 32; w++) n = fmaxf(n, norms[thread][w]);
+      header.max_norm[thread][part] = sqrtf(n) * 1.0001f;
     }
-    __syncthreads();
+    if (thread == 0) header.visible[part] = visible;
   }
   wait();
 
   // Tokens behind the last request's belong to nobody and see no key.
-  int64_t i = static_cast<int64_t>(p.cu_seqlens_q[p.requests]) * (kQSize / 8) + blockIdx.x * kGatherThreads + thread;
+  int64_t i = static_cast<int64_t>(tokens_end) * (kQSize / 8) + blockIdx.x * kGatherThreads + thread;
   for (; i < static_cast<int64_t>(p.tokens) * (kQSize / 8); i += gridDim.x * kGatherThreads) {
     static_cast<uint4*>(p.out)[i] = make_uint4(0, 0, 0, 0);
     if (p.attn_core == nullptr) continue;

@@ -42,6 +42,7 @@ struct Item {
   int request, kv_head;
   int split, splits;          // this one, of how many
   int part_row;               // row of the first token's partials, with splits
+  int queries, length;        // of the request
   int token0, tokens;         // first token of the tile in the step; valid tokens, 1..24
   int position0;              // of the first token
   int first_key;              // position of key 0 of tile 0 in the scratch
@@ -198,16 +199,18 @@ __device__ __forceinline__ bool softmax(float (&s)[64], uint32_t (&weights)[8][4
 // The queries of the step's tile number `index`.
 __device__ __forceinline__ bool find_queries(const AttentionParams& p, int index, Item& item) {
   // Backward: the last tiles of a request see the most keys and start first.
-  item.request = find_tile(p.requests, true, index, [&](int b) {
-    return (max(0, p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]) + kTokens - 1) / kTokens;
+  int begin = 0, queries = 0, length = 0, who = 0;
+  item.request = find_tile(p.requests, true, index, who, [&](int b) {
+    begin = p.cu_seqlens_q[b], queries = p.cu_seqlens_q[b + 1] - begin, length = p.cache_seqlens[b];
+    return (max(0, queries) + kTokens - 1) / kTokens;
   });
   if (item.request < 0) return false;
-  const int begin = p.cu_seqlens_q[item.request];
-  const int queries = p.cu_seqlens_q[item.request + 1] - begin;
+  begin = __shfl_sync(~0u, begin, who), queries = __shfl_sync(~0u, queries, who), length = __shfl_sync(~0u, length, who);
+  item.queries = queries, item.length = length;
   const int tile = (queries + kTokens - 1) / kTokens - 1 - index;
   item.token0 = begin + tile * kTokens;
   item.tokens = min(kTokens, queries - tile * kTokens);
-  item.position0 = p.cache_seqlens[item.request] - queries + tile * kTokens;
+  item.position0 = length - queries + tile * kTokens;
   return true;
 }
 
@@ -224,23 +227,25 @@ __device__ __forceinline__ bool find_item(const AttentionParams& p, const Plan& 
     index += plan.whole;
   }
   if (!find_queries(p, index, item)) return false;
-  KeyRange range = key_range(p, plan.key_tiles, item.request);
+  KeyRange range = key_range(p, plan.key_tiles, item.queries, item.length);
   item.first_key = range.first;
   int low = p.window > 0 ? max(0, item.position0 - p.window + 1 - range.first) : 0;
   int high = min(item.position0 + item.tokens - 1 - range.first, range.count - 1);
   int t0 = low / kKeys, n = high >= low ? high / kKeys + 1 - t0 : 0;
-  item.tile_begin = t0 + n * item.split / item.splits;
-  item.tile_end = t0 + n * (item.split + 1) / item.splits;
+  // Tiles that a mask crosses take up to twice as long: one more is shared out at such an end.
+  const int lead = p.window > 0, shared_out = n + 1 + lead;
+  item.tile_begin = t0 + min(n, max(0, shared_out * item.split / item.splits - lead));
+  item.tile_end = t0 + min(n, max(0, shared_out * (item.split + 1) / item.splits - lead));
   return true;
 }
 
 __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const AttentionParams p, const Plan plan) {
-  pdl_launch();
   extern __shared__ uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw + ((1024 - (smem_u32(raw) & 1023)) & 1023));
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const int group = warp >> 2;  // 0..kWarpgroups - 1: consumers; then the producer
-  Item item;  // by lengths, which are the caller's
+  const float k_scale = *p.k_scale, v_scale_at_start = *p.v_scale;  // the caller's, as the lengths are
+  Item item;
   const bool some = find_item(p, plan, item);
   if (!some) {
     pdl_wait();
@@ -255,10 +260,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     }
     mbar_init_fence();
     shared.item = item;
-    shared.k_scale = *p.k_scale, shared.v_scale = *p.v_scale;  // the caller's, as the lengths are
+    shared.k_scale = k_scale, shared.v_scale = v_scale_at_start;
   }
   __syncthreads();
   pdl_wait();
+  pdl_launch();  // not before: join_kernel reads the gate, which is then complete
   const int tiles = item.tile_end - item.tile_begin;
 
   if (group == kWarpgroups) {
@@ -366,13 +372,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
     wgmma_commit();
   };
   // Whether tile i (in `stage`) is seen whole by all of a warp's rows, and whether besides no score of it can outgrow the m
-  // at hand by much.
+  // at hand by much. The four lanes of a row look at one part of the tile each: `full` is of the lane's part alone.
   struct Way { bool full, fast; };
   auto way = [&](int i, int stage) {
     const TileHeader* header = &shared.header[stage];
     const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
-    const float norm = header->max_norm[item.kv_head];
-    const bool full = key0 >= full_low && key0 <= full_high && header->all_visible;
+    const bool full = key0 >= full_low && key0 <= full_high && header->visible[lane & 3] == ~0u;
+    const float norm = header->max_norm[item.kv_head][lane & 3];
     const bool near = fmaf(reach[0], norm, -row.m[0]) < kFastBound && fmaf(reach[1], norm, -row.m[1]) < kFastBound;
     return Way{full, bool(__all_sync(~0u, full && near))};
   };
@@ -385,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
       const TileHeader* header = &shared.header[stage];
       const int key0 = item.first_key + (item.tile_begin + i) * kKeys;
       const int low = p.window > 0 ? position - p.window + 1 - key0 : -1;
-      if (way.full) raise_maximum<false>(s, row, alpha, c, 0, 0, header);
+      if (__all_sync(~0u, way.full)) raise_maximum<false>(s, row, alpha, c, 0, 0, header);
       else raise_maximum<true>(s, row, alpha, c, low, position - key0, header);
       if ((lane & 3) == 0) shared.alpha[row0] = alpha[0], shared.alpha[row0 + 8] = alpha[1];  // registers are short
     }
@@ -506,35 +512,55 @@ __global__ void __launch_bounds__(kThreads, 1) attention_tiled_kernel(const Atte
 // Joins the splits of a head in their order; then out_norm_gate's work. A CTA owns one token of a tile that is split,
 // 16 threads a head, four columns each.
 constexpr int kJoinThreads = 256;
+constexpr int kJoinSplits = 4;  // whose loads are under way at once
 static_assert(kJoinThreads == 16 * kQHeads);
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(const AttentionParams p, const Plan plan) {
   pdl_launch();
   const int of_tile = blockIdx.x % kTokens, head = threadIdx.x >> 4, column = 4 * (threadIdx.x & 15);
   Item item;
+  const float v_scale = *p.v_scale;
   const bool some = find_queries(p, plan.whole + blockIdx.x / kTokens, item) && of_tile < item.tokens;
-  pdl_wait();
-  if (!some) return;
+  if (!some) {
+    pdl_wait();
+    return;
+  }
   const int64_t token = item.token0 + of_tile, row = token * kQHeads + head;
+  // Before the wait: the kernel that is waited for lets this one start when all of its CTAs are past their own wait.
   const float4 g = gate_at<float4>(p, token, head * kHeadDim + column);
+  pdl_wait();
   const auto* scratch = static_cast<const uint8_t*>(p.kv_scratch);
   const int64_t part = (int64_t(blockIdx.x) * kQHeads + head) * plan.splits;
   const float* acc = reinterpret_cast<const float*>(scratch + plan.acc_offset) + part * kHeadDim + column;
   const float2* lse = reinterpret_cast<const float2*>(scratch + plan.lse_offset) + part;
-  float m = -INFINITY;
-  for (int s = 0; s < plan.splits; s++) m = fmaxf(m, lse[s].x);
-  float sum = 0.f;
+  float m = -INFINITY, sum = 0.f;
   float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for (int s = 0; s < plan.splits; s++) {
-    const float2 of = lse[s];
-    if (of.y == 0.f) continue;
-    const float w = ex2(of.x - m);
-    const float4 a = *reinterpret_cast<const float4*>(acc + s * kHeadDim);
-    sum = fmaf(of.y, w, sum);
-    total.x = fmaf(a.x, w, total.x), total.y = fmaf(a.y, w, total.y);
-    total.z = fmaf(a.z, w, total.z), total.w = fmaf(a.w, w, total.w);
+  for (int first = 0; first < plan.splits; first += kJoinSplits) {
+    float2 of[kJoinSplits];
+    float4 a[kJoinSplits];
+#pragma unroll
+    for (int s = 0; s < kJoinSplits; s++) {
+      of[s] = make_float2(-INFINITY, 0.f), a[s] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (first + s < plan.splits) {
+        of[s] = __ldcg(lse + first + s);
+        a[s] = __ldcg(reinterpret_cast<const float4*>(acc + (first + s) * kHeadDim));
+      }
+    }
+    float most = m;
+#pragma unroll
+    for (int s = 0; s < kJoinSplits; s++) most = fmaxf(most, of[s].y == 0.f ? -INFINITY : of[s].x);
+    const float scale = sum == 0.f ? 0.f : ex2(m - most);
+    sum *= scale, total.x *= scale, total.y *= scale, total.z *= scale, total.w *= scale;
+    m = most;
+#pragma unroll
+    for (int s = 0; s < kJoinSplits; s++) {
+      if (of[s].y == 0.f) continue;
+      const float w = ex2(of[s].x - m);
+      sum = fmaf(of[s].y, w, sum);
+      total.x = fmaf(a[s].x, w, total.x), total.y = fmaf(a[s].y, w, total.y);
+      total.z = fmaf(a[s].z, w, total.z), total.w = fmaf(a[s].w, w, total.w);
+    }
   }
-  const float factor = sum == 0.f ? 0.f : *p.v_scale / sum;
+  const float factor = sum == 0.f ? 0.f : v_scale / sum;
   total = make_float4(total.x * factor, total.y * factor, total.z * factor, total.w * factor);
   if (p.attn_core != nullptr) *reinterpret_cast<float4*>(p.attn_core + row * kHeadDim + column) = total;
   float square = fmaf(total.x, total.x, fmaf(total.y, total.y, fmaf(total.z, total.z, total.w * total.w)));

@@ -25,14 +25,15 @@ constexpr int kTokens = kRows / kGroup;             // 24 tokens x 8 heads of on
 constexpr int kMaxSplits = 16;
 constexpr int kSms = 132;                           // what the split count aims to fill (H100, H200)
 
-// What the gather kernel says about a key tile.
+constexpr int kParts = 4;                           // of a key tile, 32 keys each: a gathering CTA's
+constexpr int kPartKeys = kKeys / kParts;
+
+// What the gather kernel says about a key tile, part by part.
 struct alignas(16) TileHeader {
-  uint32_t visible[4];  // bit k: key k of the tile exists (inside the length, page id in range)
-  float max_norm[2];    // per KV head: the largest Euclidean norm of a key, in cache units
-  uint32_t all_visible; // 1: all 128 bits are set
-  uint32_t unused;
+  uint32_t visible[kParts];            // bit k: key k of the part exists (inside the length, page id in range)
+  float max_norm[kKvHeads][kParts];    // the largest Euclidean norm of a key, in cache units
 };
-static_assert(sizeof(TileHeader) == 32, "the kernel copies it whole");
+static_assert(sizeof(TileHeader) == 48, "the kernel copies it whole");
 
 struct Plan {
   int64_t header_offset, acc_offset, lse_offset, bytes;

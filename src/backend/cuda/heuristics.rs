@@ -220,12 +220,12 @@ fn fa3_splits(key: &PlanKey, keys: u64, sm_count: u32) -> u32 {
 }
 
 /// What `csrc/attention/attention_tiled_plan.h` carves, rounded up: FP16 tiles of every visible key (K and V
-/// of two heads: 512 bytes a key), 32 bytes a tile, and the FP32 partials of its key splits. The launcher
+/// of two heads: 512 bytes a key), 48 bytes a tile, and the FP32 partials of its key splits. The launcher
 /// refuses scratch that is too small.
 fn tiled_scratch(key: &PlanKey, keys: u64, window: u32) -> u64 {
     let (tokens, requests) = (key.tokens as u64, key.requests as u64);
     let tiles = keys.div_ceil(KEY_TILE);
-    let images = requests * (tiles + 1) * (KEY_TILE * 4 * m::KV_SIZE as u64 + 32);
+    let images = requests * (tiles + 1) * (KEY_TILE * 4 * m::KV_SIZE as u64 + 48);
     let seen = if window > 0 { (window as u64).div_ceil(KEY_TILE) + 1 } else { tiles }.min(tiles);
     let query_tiles = (tokens / QUERY_TILE + requests).min(tokens);
     let likely = (2 * tokens + QUERY_TILE * requests.saturating_sub(1)).div_ceil(2 * QUERY_TILE).min(query_tiles);
