@@ -39,13 +39,14 @@ struct GemmConfig {
   static constexpr bool kCarry = kRowGroups > 2;
   static constexpr int kStepTiles = 4;
   static constexpr int kSteps = 64 / kStepTiles;  // of a unit
-  // What a step costs at this width. Steeper than the tiles' own times, since CTAs with few tokens get the bytes that those
-  // with many leave: w13 and w2 with 160 routes on 12 experts take 94 us, with 326 on 14 125; with 12 + width / 8 100
-  // and 130, with 5 + width / 8 94 and 129.
-  // The difference fades with more tokens (chunks of 128, as the judge's routes fall: 162 us with 8 + width / 8 and 163 with
-  // 10 at 200 tokens, 248 and 245 at 512, 930 and 916 at 2048).
-  MSL_HD static constexpr int step_base(int tokens) { return kMaxN <= 64 ? 7 : tokens <= 256 ? 8 : 10; }
-  MSL_HD static constexpr int step_cost(int base, int width) { return base + width / 8; }
+  // What a step costs at this width, as the tiles' own times are from 33 tokens on (nvfp4-on-hopper.md): instructions and the
+  // tokens' share of them, or the tensor cores alone. w13 and w2 with 326 routes on 14 experts take 131 us with 7 + width / 8
+  // and 127 with this, with the judge's 512 tokens 244 and 236. Below, steeper, since CTAs with few tokens get the bytes that
+  // those with many leave.
+  static constexpr int kStepBase = kMaxN <= 32 ? 7 : 11;
+  MSL_HD static constexpr int step_cost(int base, int width) {
+    return base + width / 8 > width / 4 ? base + width / 8 : width / 4;
+  }
 };
 }  // namespace expert
 }  // namespace msl

@@ -76,7 +76,7 @@ __device__ __forceinline__ bool cut_runs(Shared<C>& s, const GemmArgs& a) {
   const int wholes_before = sum_before(wholes, all_wholes);
   int waves = all_wholes / grid;
   int full, last, left, mine, begin, total;  // costs of a whole and of a narrow unit; wholes left, cost of all that is left
-  for (int base = C::step_base(a.p.max_routes_per_expert);;) {
+  for (int base = C::kStepBase;;) {
     const bool even = base > 64;
     full = C::kSteps * (even ? 1 : C::step_cost(base, C::kMaxN));
     last = C::kSteps * (even ? 1 : C::step_cost(base, C::width(max(over, 1))));
@@ -86,7 +86,7 @@ __device__ __forceinline__ bool cut_runs(Shared<C>& s, const GemmArgs& a) {
     // No run may lie inside a unit: a wave less, or tokens that count for less, at last for nothing.
     if (even || total / grid >= __reduce_max_sync(~0u, left > 0 ? full : narrow > 0 ? last : 0)) break;
     if (waves > 0) waves--;
-    else base *= 2;
+    else base += base / 4;
   }
   if (waves + total / grid / __reduce_min_sync(~0u, narrow > 0 ? last : full) > C::kItems - 3) return false;
   int units;
