@@ -572,15 +572,21 @@ impl Step<'_> {
     }
 
     fn moe_block(&self) -> Result<()> {
-        self.attn_boundary()?;
         // Routing before the pooler, or beside it, so that the experts' kernels know their weights while it streams.
-        self.router()?;
-        if self.plan.launches.router.topk_behind {
-            self.pooler()?;
-            self.router_topk()?;
+        let (boundary, behind) = (self.plan.launches.router.boundary, self.plan.launches.router.topk_behind);
+        if boundary {
+            self.boundary_router()?;
+            self.boundary_topk()?;
         } else {
+            self.attn_boundary()?;
+            self.router()?;
+        }
+        if !boundary && !behind {
             self.router_topk()?;
-            self.pooler()?;
+        }
+        self.pooler()?;
+        if !boundary && behind {
+            self.router_topk()?;
         }
         for pass in 0..self.plan.launches.experts.passes {
             self.pre_expert_norm(pass)?;

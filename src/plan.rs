@@ -233,6 +233,9 @@ pub struct RouterPlan {
     pub releases: bool,
     /// Whether the top 8 are launched behind the pooler, whose CTAs leave them room, instead of before it.
     pub topk_behind: bool,
+    /// Whether it and the top 8 do the work of `attn_boundary` too (one token, no taps).
+    #[serde(default)]
+    pub boundary: bool,
 }
 
 /// The attention.
@@ -344,7 +347,8 @@ impl Plan {
     /// BF16 planes of `ffn_input` that are written: three, whose sum is FP32-grade, for the router's rows and for a
     /// tap; else the first, which is what the pooler reads.
     pub(crate) fn ffn_planes(&self) -> u32 {
-        if self.launches.router.form == RouterForm::Rows || self.key.taps != Taps::None {
+        let router = &self.launches.router;
+        if (router.form == RouterForm::Rows && !router.boundary) || self.key.taps != Taps::None {
             3
         } else {
             1
@@ -371,7 +375,7 @@ impl Plan {
             let l = &self.launches;
             // Short requests add an attention and a join.
             let short = 2 * u32::from(l.short_attention.is_some());
-            11 + attention + short - u32::from(l.attention.append) + 4 * l.experts.passes
+            11 + attention + short - u32::from(l.attention.append) - u32::from(l.router.boundary) + 4 * l.experts.passes
         }
     }
 }
@@ -421,7 +425,8 @@ impl fmt::Display for Plan {
         writeln!(f, "  o          {}", l.o)?;
         let beside = if l.router.releases { ", the pooler beside it" } else { "" };
         let behind = if l.router.topk_behind { ", the top 8 behind that" } else { "" };
-        writeln!(f, "  router     {:?}, splits {}{beside}{behind}", l.router.form, l.router.splits)?;
+        let boundary = if l.router.boundary { ", with the boundary" } else { "" };
+        writeln!(f, "  router     {:?}, splits {}{boundary}{beside}{behind}", l.router.form, l.router.splits)?;
         writeln!(f, "  pooler     {}", l.pooler)?;
         let e = &l.experts;
         writeln!(

@@ -97,7 +97,7 @@ pub struct Layout {
     pub ffn_input: u64,
     /// FP32 `[T]` (tiled router).
     pub ffn_factor: u64,
-    /// FP32 `[splits][T][256]`.
+    /// FP32 `[splits][T][256]`; with the boundary folded in `[splits][2][256]`, then `[splits][4]`.
     pub logits: u64,
     /// FP32 `[T][8]`.
     pub topk_scores: u64,
@@ -180,7 +180,12 @@ impl Layout {
             stream_after_attn: c.take("stream_after_attn", 4, &[t, hidden]),
             ffn_input: c.take("ffn_input", 2, &[t, plan.ffn_planes() as u64, hidden]),
             ffn_factor: c.take("ffn_factor", 4, &[u64::from(l.router.form == RouterForm::Tiled), t]),
-            logits: c.take("logits", 4, &[l.router.splits as u64, t, experts]),
+            // With the boundary folded in, two rows and four sums.
+            logits: c.take(
+                "logits",
+                4,
+                &[l.router.splits as u64, t, if l.router.boundary { 2 * experts + 4 } else { experts }],
+            ),
             topk_scores: c.take("topk_scores", 4, &[t, m::TOP_K as u64]),
             expert_offsets: c.take("expert_offsets", 4, &[m::LOCAL_EXPERTS as u64 + 1]),
             route_token: c.take("route_token", 4, &[t, m::TOP_K as u64]),
@@ -411,7 +416,7 @@ mod tests {
                 |name: &str| Layout::regions(&plan, 0).iter().find(|r| r.name == name).map(|r| r.bytes).unwrap();
             let (t, l) = (plan.key.tokens as u64, &plan.launches);
             assert_eq!(bytes("qkv"), l.qkv_gate.splits as u64 * t * 2304 * 4);
-            let planes = if t > 5 && plan.key.taps == Taps::None { 1 } else { 3 };
+            let planes = if (t > 5 || t == 1) && plan.key.taps == Taps::None { 1 } else { 3 };
             assert_eq!(bytes("ffn_input"), t * planes * 8192 * 2);
             assert_eq!(bytes("ffn_factor"), if t > 5 { t * 4 } else { 0 });
             let split = !l.attention.tiled || l.short_attention.is_some();

@@ -50,6 +50,7 @@ MSL_OPERATION(attn_boundary, AttnBoundaryParams)
 MSL_OPERATION(router, RouterParams)
 MSL_FORM(router_tiled, "router", RouterTiledParams)
 MSL_OPERATION(router_topk, RouterTopkParams)
+MSL_OPERATION(boundary_router, BoundaryRouterParams)
 MSL_OPERATION(pre_expert_norm, PreExpertNormParams)
 MSL_OPERATION(w13, ExpertGemmParams)
 MSL_OPERATION(w2, ExpertGemmParams)
@@ -63,6 +64,11 @@ MSL_OPERATION(pack_router, PackRouterParams)
 MSL_OPERATION(pack_experts, PackExpertsParams)
 #undef MSL_OPERATION
 #undef MSL_FORM
+
+int32_t boundary_topk(const RouterTopkParams& topk, const BoundaryRouterParams& boundary, const Launch& launch) {
+  const nvtx3::scoped_range_in<NvtxDomain> range{"boundary_topk"};
+  return told(msl::boundary_topk(topk, boundary, launch));
+}
 
 int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionParams& attention, const Launch& launch) {
   const nvtx3::scoped_range_in<NvtxDomain> range{"append_attention"};

@@ -19,6 +19,8 @@ int32_t pooler(const DenseParams& params, const Launch& launch);
 int32_t unpooler(const DenseParams& params, const Launch& launch);
 int32_t qk_norm_rope_append(const QkNormRopeAppendParams& params, const Launch& launch);
 int32_t attention(const AttentionParams& params, const Launch& launch);
+int32_t boundary_router(const BoundaryRouterParams& params, const Launch& launch);
+int32_t boundary_topk(const RouterTopkParams& topk, const BoundaryRouterParams& boundary, const Launch& launch);
 int32_t append_attention(const QkNormRopeAppendParams& append, const AttentionParams& attention, const Launch& launch);
 int32_t fa3_schedule(const Fa3AttentionParams& params, const Launch& launch);
 int32_t fa3_attention(const Fa3AttentionParams& params, const Launch& launch);

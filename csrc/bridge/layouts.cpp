@@ -16,7 +16,7 @@ rust::String layouts() {
   FIELD(DenseParams, weight); FIELD(DenseParams, x); FIELD(DenseParams, out); FIELD(DenseParams, tokens);
   FIELD(DenseParams, rows); FIELD(DenseParams, k); FIELD(DenseParams, x_stride); FIELD(DenseParams, out_stride);
   FIELD(DenseParams, splits); FIELD(DenseParams, out_f32); FIELD(DenseParams, tile_n); FIELD(DenseParams, tile_rows);
-  FIELD(DenseParams, ready);
+  FIELD(DenseParams, ready); FIELD(DenseParams, ready_at);
   BEGIN(QkNormRopeAppendParams);
   FIELD(QkNormRopeAppendParams, qkv); FIELD(QkNormRopeAppendParams, positions);
   FIELD(QkNormRopeAppendParams, cache_loc); FIELD(QkNormRopeAppendParams, k_scale);
@@ -69,6 +69,11 @@ rust::String layouts() {
   FIELD(RouterTopkParams, token_route); FIELD(RouterTopkParams, token_masks); FIELD(RouterTopkParams, counters);
   FIELD(RouterTopkParams, num_tokens_non_padded); FIELD(RouterTopkParams, tokens); FIELD(RouterTopkParams, splits);
   FIELD(RouterTopkParams, behind);
+  BEGIN(BoundaryRouterParams);
+  FIELD(BoundaryRouterParams, stream); FIELD(BoundaryRouterParams, branch); FIELD(BoundaryRouterParams, alpha);
+  FIELD(BoundaryRouterParams, beta); FIELD(BoundaryRouterParams, norm_weight); FIELD(BoundaryRouterParams, weight);
+  FIELD(BoundaryRouterParams, logits); FIELD(BoundaryRouterParams, sums); FIELD(BoundaryRouterParams, stream_out);
+  FIELD(BoundaryRouterParams, ffn_input); FIELD(BoundaryRouterParams, splits); FIELD(BoundaryRouterParams, ready);
   BEGIN(PreExpertNormParams);
   FIELD(PreExpertNormParams, pooled); FIELD(PreExpertNormParams, norm_weight);
   FIELD(PreExpertNormParams, token_route); FIELD(PreExpertNormParams, x); FIELD(PreExpertNormParams, expert_input);

@@ -28,6 +28,11 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
+// By all threads of a CTA, whose stores it releases.
+__device__ __forceinline__ void add_release(uint32_t* word, uint32_t value) {
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
 // What has been acquired is there for this thread's tensor copies from global memory too.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

@@ -26,14 +26,15 @@ int launch_skinny(const DenseParams& p, const Launch& l, int late_trigger) {
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
   const SkinnyArgs a{static_cast<const uint8_t*>(p.weight), p.out, p.tokens, p.rows, p.k / kTileK, p.splits,
-                     p.out_stride, p.splits == 1 && !p.out_f32, late_trigger, p.ready};
+                     p.out_stride, p.splits == 1 && !p.out_f32, late_trigger, p.ready,
+                     static_cast<uint32_t>(p.ready_at)};
   const dim3 grid(p.rows / (C::kMT * kTileRows) * p.splits, (p.tokens + C::kN - 1) / C::kN);
   return launch(skinny_kernel<C>, grid, dim3(C::kThreads), C::kShared, l, map, a);
 }
 
 template <class C>
 int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
-  if (p.rows % C::kRows) return kInvalid;
+  if (p.rows % C::kRows || p.ready_at != 1) return kInvalid;
   if (!C::kWhole && p.splits == 1 && !p.out_f32) return kInvalid;
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kTokens)) return e;
@@ -53,7 +54,7 @@ int launch_tiled(const DenseParams& p, const Launch& l, int late_trigger) {
 
 template <class C>
 int launch_wide(const DenseParams& p, const Launch& l, int late_trigger) {
-  if (p.rows % C::kRows) return kInvalid;
+  if (p.rows % C::kRows || p.ready_at != 1) return kInvalid;
   CUtensorMap map;
   if (int e = bf16_rows_map(&map, p.x, p.k, p.tokens, p.x_stride, C::kN)) return e;
   const int token_tiles = (p.tokens + C::kN - 1) / C::kN, row_tiles = p.rows / C::kRows;

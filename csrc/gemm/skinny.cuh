@@ -29,7 +29,8 @@ struct SkinnyArgs {
   int32_t tokens, rows, k_tiles, splits, out_stride;
   int32_t bf16;            // output type
   int32_t late_trigger;    // 1: pdl_launch only after pdl_wait (the pooler)
-  const uint32_t* ready;   // DenseParams::ready
+  const uint32_t* ready;   // DenseParams::ready, ready_at
+  uint32_t ready_at;
 };
 
 template <int kN_, int kMT_, int kW_, int kX_>
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(C::kThreads) skinny_kernel(const __grid_consta
   __syncthreads();
   if (warp == 4 * kMT + 1) {
     if (lane == 0 && a.ready != nullptr) {
-      while (load_acquire(a.ready) == 0) {}
+      while (load_acquire(a.ready) < a.ready_at) {}
       mbar_arrive(ready);
     }
     __syncwarp();

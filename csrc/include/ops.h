@@ -17,6 +17,8 @@ int attn_boundary(const AttnBoundaryParams&, const Launch&);
 int router(const RouterParams&, const Launch&);
 int router_tiled(const RouterTiledParams&, const Launch&);
 int router_topk(const RouterTopkParams&, const Launch&);
+int boundary_router(const BoundaryRouterParams&, const Launch&);  // attn_boundary and the two above in two, one token
+int boundary_topk(const RouterTopkParams&, const BoundaryRouterParams&, const Launch&);
 int pre_expert_norm(const PreExpertNormParams&, const Launch&);
 int w13(const ExpertGemmParams&, const Launch&);
 int w2(const ExpertGemmParams&, const Launch&);

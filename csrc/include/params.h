@@ -33,7 +33,8 @@ struct DenseParams {
   int32_t tile_n;        // tokens per tile: 8, 16, 32, 64, 96, 128 (skinny kernel), the wide kernel's (gemm/heuristics.h), or 0:
                          // the tiled kernel, which chooses its own
   int32_t tile_rows;     // weight rows per tile of the wide kernel; 0: the skinny or the tiled kernel
-  const uint32_t* ready; // pooler: control block; x is there as soon as this is not 0; null: x is there after the wait
+  const uint32_t* ready; // pooler: control block; x is there as soon as this is ready_at; null: x is there after the wait
+  int32_t ready_at;      // 1; above it (boundary_topk) the skinny kernel alone
 };
 
 // qk_norm_rope_append: adds the splits of qkv_gate, RMS-norms q and k per head (eps 1e-5), rotates
@@ -168,6 +169,22 @@ struct RouterTopkParams {
   int32_t tokens;
   int32_t splits;
   int32_t behind;              // 1 (65 to 512 tokens): launched behind the pooler, not before it
+};
+
+// boundary_router, boundary_topk: attn_boundary and router of one token (moe/boundary_router.cuh).
+struct BoundaryRouterParams {
+  const float* stream;       // FP32 [8192]
+  const void* branch;        // BF16 [8192]
+  const float* alpha;        // FP32 [8192]
+  const float* beta;         // FP32 [8192]
+  const float* norm_weight;  // FP32 [8192], 1 + w
+  const float* weight;       // FP32 [256][8192]
+  float* logits;             // FP32 [splits][2][256]: of alpha s and of beta b
+  float* sums;               // FP32 [splits][4]: (alpha s)^2, (alpha s)(beta b), (beta b)^2, b^2
+  float* stream_out;         // FP32 [8192]
+  void* ffn_input;           // BF16 [8192]
+  int32_t splits;            // 16
+  uint32_t* ready;           // as RouterParams::ready, by boundary_topk: each of its 8 CTAs that write ffn_input adds 1
 };
 
 // pre_expert_norm: x = rms(sum of the pooler's splits, 1e-5) * (1 + pre_expert_norm), BF16, written once

@@ -3,6 +3,7 @@
 
 #include "../gemm/tensor_map.h"
 #include "../include/ops.h"
+#include "boundary_router.cuh"
 #include "combine.cuh"
 #include "combine_stream.cuh"
 #include "pack_router.cuh"
@@ -88,6 +89,16 @@ int router_topk(const RouterTopkParams& p, const Launch& l) {
   return launch(expert_lists_kernel, dim3((p.tokens + kListThreads - 1) / kListThreads), dim3(kListThreads), 0, l, p);
 }
 
+int boundary_router(const BoundaryRouterParams& p, const Launch& l) {
+  if (p.splits != kBoundarySplits) return static_cast<int>(cudaErrorInvalidValue);
+  return launch(boundary_router_kernel<kBoundarySplits>, dim3(128), dim3(kRouterThreads), 0, l, p);
+}
+
+int boundary_topk(const RouterTopkParams& p, const BoundaryRouterParams& b, const Launch& l) {
+  if (p.tokens != 1 || p.router_logits) return static_cast<int>(cudaErrorInvalidValue);
+  return launch(boundary_topk_kernel, dim3(1 + kApplyCtas), dim3(kTopkThreads), 0, l, p, b);
+}
+
 int pre_expert_norm(const PreExpertNormParams& p, const Launch& l) {
   if (p.tokens <= kPreNorm8Tokens) return pre_expert_norm_with<8>(p, l);
   if (p.tokens <= kPreNorm4Tokens) return pre_expert_norm_with<4>(p, l);
@@ -119,6 +130,8 @@ int prepare_moe() {
   if (int e = prepare_kernel(router_topk_cluster_kernel<1, 1>, 0)) return e;
   if (int e = prepare_kernel(router_topk_cluster_kernel<kTopkCtas, 1>, 0)) return e;
   if (int e = prepare_kernel(router_topk_cluster_kernel<kTopkCtas, 2>, 0)) return e;
+  if (int e = prepare_kernel(boundary_router_kernel<kBoundarySplits>, 0)) return e;
+  if (int e = prepare_kernel(boundary_topk_kernel, 0)) return e;
   if (int e = prepare_kernel(router_topk_warps_kernel, 0)) return e;
   if (int e = prepare_kernel(expert_lists_kernel, 0)) return e;
   if (int e = prepare_kernel(router_tiled_kernel, kRouterTiledBytes)) return e;

@@ -56,16 +56,12 @@ __device__ __forceinline__ void topk_begin(TopkShared& top, int expert) {
   if (expert == 0) top.candidates = 0;
 }
 
-// One token by 256 threads that share the named barrier `barrier`; `expert` is the thread's number among them.
-// topk_begin() has run (the first barrier in here orders it). Writes ids and weights; the first warp returns
-// each slot's id in its first 8 lanes.
-__device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShared& top, int barrier, int expert,
-                                             float bias, int token) {
-  const int lane = expert & 31;
+// The logit of a token's expert: the router's splits added in order, sixteen loads under way.
+__device__ __forceinline__ float sum_of_splits(const RouterTopkParams& p, int token, int expert) {
   const float* logits = p.logits + int64_t(token) * kExperts + expert;
   const int64_t stride = int64_t(p.tokens) * kExperts;
   float logit = 0.0f;
-  for (int s = 0; s < p.splits; s += 16) {  // sixteen loads under way, added in order
+  for (int s = 0; s < p.splits; s += 16) {
     float part[16];
 #pragma unroll
     for (int j = 0; j < 16; j++)
@@ -74,6 +70,15 @@ __device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShar
     for (int j = 0; j < 16; j++)
       if (s + j < p.splits) logit += part[j];
   }
+  return logit;
+}
+
+// One token by 256 threads that share the named barrier `barrier`; `expert` is the thread's number among them.
+// topk_begin() has run (the first barrier in here orders it). Writes ids and weights; the first warp returns
+// each slot's id in its first 8 lanes.
+__device__ __forceinline__ int topk_of_token(const RouterTopkParams& p, TopkShared& top, int barrier, int expert,
+                                             float bias, int token, float logit) {
+  const int lane = expert & 31;
   if (p.router_logits != nullptr) p.router_logits[int64_t(token) * kExperts + expert] = logit;
   const float score = expert_score(logit);
   const uint32_t order = score_order(score + bias);
@@ -145,7 +150,7 @@ __global__ void __launch_bounds__(kTopkThreads) router_topk_kernel(const RouterT
   const float bias = p.bias[threadIdx.x];
   topk_begin(top, threadIdx.x);
   if (!p.behind) pdl_wait();
-  topk_of_token(p, top, 1, threadIdx.x, bias, blockIdx.x);
+  topk_of_token(p, top, 1, threadIdx.x, bias, blockIdx.x, sum_of_splits(p, blockIdx.x, threadIdx.x));
   if (threadIdx.x < 32) {
     __syncwarp();
     if (threadIdx.x == 0) {
@@ -269,10 +274,9 @@ __global__ void __launch_bounds__(kListThreads, 4) router_topk_warps_kernel(cons
   if (lists.last) build_expert_lists<true>(p, lists.masks);
 }
 
-// All tokens in one cluster of kCtas CTAs, kGroups in each.
-template <int kCtas, int kGroups>
-__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kGroups* kTopkThreads)
-    router_topk_cluster_kernel(const RouterTopkParams p) {
+// All tokens in one cluster of kCtas CTAs, kGroups in each; logit_of(token, expert) after the wait.
+template <int kCtas, int kGroups, class Logit>
+__device__ __forceinline__ void topk_of_cluster(const RouterTopkParams& p, Logit logit_of) {
   constexpr int kTokens = kCtas * kGroups;
   __shared__ __align__(16) TopkShared tops[kGroups];
   __shared__ uint32_t sets[kTokens];  // each token's local experts
@@ -301,7 +305,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kGroups* kTopkTh
   pdl_wait();
   uint32_t local = kExperts;  // this slot's local expert (lanes 0 .. 7 of the group's first warp)
   if (token < p.tokens) {
-    const int id = topk_of_token(p, tops[group], 1 + group, expert, bias, token);
+    const int id = topk_of_token(p, tops[group], 1 + group, expert, bias, token, logit_of(token, expert));
     if (expert >= 32) return;
     if (lane < kTopK && token < limit) local = local_expert(id, local_start);
     const uint32_t set = __reduce_or_sync(0xFFFFFFFFu, local < kLocalExperts ? 1u << local : 0u);
@@ -337,6 +341,12 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kGroups* kTopkTh
     p.expert_offsets[lane] = offset;
     if (lane == 31) p.expert_offsets[kLocalExperts] = place(lane, p.tokens);
   }
+}
+
+template <int kCtas, int kGroups>
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kGroups* kTopkThreads)
+    router_topk_cluster_kernel(const RouterTopkParams p) {
+  topk_of_cluster<kCtas, kGroups>(p, [&](int token, int expert) { return sum_of_splits(p, token, expert); });
 }
 
 }  // namespace msl

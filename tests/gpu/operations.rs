@@ -4,7 +4,7 @@
 use crate::harness::{assert_rows, gpu, relative_l2, spec, step_key, DeviceStep, Reference, Run};
 use crate::memory::Scratch;
 use half::bf16;
-use muse_spark_layer::backend::cpu::{self, attn_boundary as cpu_attn_boundary, AttnBoundary, TapValues};
+use muse_spark_layer::backend::cpu::{self, attn_boundary as cpu_attn_boundary, AttnBoundary, StepOutput, TapValues};
 use muse_spark_layer::routing::{route_score, ExpertLists};
 use muse_spark_layer::synthetic::StepSpec;
 use muse_spark_layer::{LayerKind, Plan, PlanKey, QueryPrecision, Stream};
@@ -224,6 +224,36 @@ fn pooler_goes_beside_the_routing(
     for _ in 0..8 {
         assert!(run(&beside) == want, "beside the routing and behind it give different bits");
     }
+}
+
+/// boundary_router and boundary_topk: what the three launches give that they stand for, but for the order of sums; and
+/// where the branch cancels the stream, the sum of squares is taken itself.
+#[rstest]
+fn boundary_folds_into_router(
+    #[values("decode-1", "decode-1-empty")] name: &str,
+    #[values(LayerKind::Full, LayerKind::Sliding)] kind: LayerKind,
+) {
+    let Some(gpu) = gpu("operations::boundary_folds_into_router") else { return };
+    let step = gpu.step(&spec(name, kind), 37);
+    let on = DeviceStep::new(&gpu, &step);
+    let folded = gpu.plan(step_key(&step, kind));
+    let mut launches = folded.launches.clone();
+    assert!(std::mem::replace(&mut launches.router.boundary, false), "one token folds the boundary");
+    let apart = Plan::with_launches(folded.key.clone(), launches, folded.sm_count);
+    let run = |plan: &Plan| {
+        on.overwrite(&step);
+        let mut scratch = Scratch::new(&gpu, plan);
+        gpu.forward(plan, scratch.workspace(), &on, Stream::LEGACY);
+        gpu.device.synchronize().expect("the step");
+        scratch.intact();
+        on.output(&gpu)
+    };
+    let (got, want) = (run(&folded), run(&apart));
+    assert_eq!(got.topk_ids, want.topk_ids);
+    assert!(relative_l2(&got.stream, &want.stream) < 1e-3, "{:.2e}", relative_l2(&got.stream, &want.stream));
+    let hidden = |run: &StepOutput| run.hidden.iter().map(|v| v.to_f32()).collect::<Vec<_>>();
+    let off = relative_l2(&hidden(&got), &hidden(&want));
+    assert!(off < 2e-3, "{off:.2e}");
 }
 
 /// append_attention: the bits of the two launches that it stands for, in the caches too.

@@ -108,7 +108,9 @@ fn planned<'g>(gpu: &'g Gpu, on: Rc<DeviceStep>, plan: Plan) -> Case<'g> {
 
 /// Launches that no plan chooses and a caller may: requests, tokens of each, context, what is changed.
 type Change = fn(&mut Launches);
-const CHANGED: [(&str, usize, usize, usize, Change); 7] = [
+const CHANGED: [(&str, usize, usize, usize, Change); 9] = [
+    ("one-token", 1, 1, 20, |_| ()),
+    ("boundary-apart", 1, 1, 20, |l| l.router.boundary = false),
     ("passes-of-8", 8, 1, 20, |l| (l.experts.route_bound, l.experts.passes) = (24, 3)),
     ("passes-of-40", 40, 1, 20, |l| (l.experts.route_bound, l.experts.passes) = (100, 4)),
     ("few-of-40", 40, 1, 20, |l| (l.experts.few, l.experts.w2_splits) = (true, 2)),
@@ -416,7 +418,7 @@ steps! {
 }
 
 #[rstest]
-fn direct_changed(#[values(0, 1, 2, 3, 4, 5, 6)] case: usize) {
+fn direct_changed(#[values(0, 1, 2, 3, 4, 5, 6, 7, 8)] case: usize) {
     let Some(gpu) = gpu("sanitized::direct_changed") else { return };
     changed(&gpu, case).run(&gpu);
 }

@@ -198,6 +198,7 @@ pub fn projection<'g>(gpu: &'g Gpu, (source, packed): &'g (Vec<bf16>, Banded), o
         tile_n: of.tile.1,
         tile_rows: of.tile.0,
         ready: std::ptr::null(),
+        ready_at: 1,
     };
     let launch = move |stream: Stream| {
         let launch = Launch { stream: stream.as_ptr(), sm_count: of.sm_count as i32, dependent: 0 };

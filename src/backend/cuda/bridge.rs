@@ -45,6 +45,7 @@ mod ffi {
         type RouterParams = crate::backend::cuda::params::RouterParams;
         type RouterTiledParams = crate::backend::cuda::params::RouterTiledParams;
         type RouterTopkParams = crate::backend::cuda::params::RouterTopkParams;
+        type BoundaryRouterParams = crate::backend::cuda::params::BoundaryRouterParams;
         type PreExpertNormParams = crate::backend::cuda::params::PreExpertNormParams;
         type ExpertGemmParams = crate::backend::cuda::params::ExpertGemmParams;
         type CombineParams = crate::backend::cuda::params::CombineParams;
@@ -75,6 +76,12 @@ mod ffi {
         unsafe fn router(params: &RouterParams, launch: &Launch) -> Result<i32>;
         unsafe fn router_tiled(params: &RouterTiledParams, launch: &Launch) -> Result<i32>;
         unsafe fn router_topk(params: &RouterTopkParams, launch: &Launch) -> Result<i32>;
+        unsafe fn boundary_router(params: &BoundaryRouterParams, launch: &Launch) -> Result<i32>;
+        unsafe fn boundary_topk(
+            topk: &RouterTopkParams,
+            boundary: &BoundaryRouterParams,
+            launch: &Launch,
+        ) -> Result<i32>;
         unsafe fn pre_expert_norm(params: &PreExpertNormParams, launch: &Launch) -> Result<i32>;
         unsafe fn w13(params: &ExpertGemmParams, launch: &Launch) -> Result<i32>;
         unsafe fn w2(params: &ExpertGemmParams, launch: &Launch) -> Result<i32>;
@@ -152,6 +159,7 @@ operations! {
     router(RouterParams),
     router_tiled(RouterTiledParams),
     router_topk(RouterTopkParams),
+    boundary_router(BoundaryRouterParams),
     pre_expert_norm(PreExpertNormParams),
     w13(ExpertGemmParams),
     w2(ExpertGemmParams),
@@ -176,6 +184,15 @@ pub unsafe fn append_attention(
 ) -> Result<()> {
     // SAFETY: the caller's promise is the C++ function's precondition.
     check("append_attention", unsafe { ffi::append_attention(append, attention, launch) })
+}
+
+/// Launches `boundary_topk` (csrc/include/ops.h) on `launch.stream`.
+///
+/// # Safety
+/// As of `router_topk` with `topk` and of `boundary_router` with `boundary`, of the same step.
+pub unsafe fn boundary_topk(topk: &RouterTopkParams, boundary: &BoundaryRouterParams, launch: &Launch) -> Result<()> {
+    // SAFETY: the caller's promise is the C++ function's precondition.
+    check("boundary_topk", unsafe { ffi::boundary_topk(topk, boundary, launch) })
 }
 
 /// Loads every kernel and sets its attributes on the current device; before any capture.

@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 
 use crate::backend::cuda::model as m;
 use crate::backend::cuda::tiles::{self, Projection};
-use crate::config::{LayerKind, WeightKind};
+use crate::config::{LayerKind, Taps, WeightKind};
 use crate::plan::{
     AttentionEngine, AttentionPlan, DensePlan, ExpertPlan, Launches, PlanKey, RouterForm, RouterPlan, ShortRequests,
 };
@@ -73,7 +73,7 @@ pub fn choose(key: &PlanKey, experts: WeightKind, sm_count: u32) -> Launches {
         attention: attention(&long_requests(key), sm_count),
         short_attention: key.short.map(|short| short_attention(key, &short, sm_count)),
         o: o(tokens, sm_count),
-        router: router(tokens, sm_count),
+        router: router(key, sm_count),
         pooler: pooler(tokens, sm_count),
         experts: self::experts(tokens, key.route_bound, experts, sm_count),
         unpooler: unpooler(tokens, key.rank, sm_count),
@@ -146,9 +146,12 @@ fn unpooler(tokens: u32, rank: u32, sm_count: u32) -> DensePlan {
 }
 
 /// Tiled: two CTAs, of half the experts each, a tile of tokens and split. K is split until they fill the SMs once.
-fn router(tokens: u32, sm_count: u32) -> RouterPlan {
+fn router(key: &PlanKey, sm_count: u32) -> RouterPlan {
+    let tokens = key.tokens;
     let releases = tokens <= ROUTER_RELEASES_TOKENS;
     let topk_behind = TOPK_BEHIND_TOKENS.contains(&tokens);
+    // A tap wants the planes.
+    let boundary = tokens == 1 && key.taps == Taps::None;
     let (form, splits) = if tokens <= ROUTER_ROWS_TOKENS {
         (RouterForm::Rows, ROUTER_ROWS_SPLITS)
     } else if tokens <= ROUTER_CLUSTER_TOKENS {
@@ -157,7 +160,7 @@ fn router(tokens: u32, sm_count: u32) -> RouterPlan {
         let splits = (sm_count / 2 / tokens.div_ceil(ROUTER_TILE_TOKENS)).clamp(1, ROUTER_TILED_SPLITS);
         (RouterForm::Tiled, splits)
     };
-    RouterPlan { form, splits, releases, topk_behind }
+    RouterPlan { form, splits, releases, topk_behind, boundary }
 }
 
 /// The key less its short requests.
@@ -316,6 +319,7 @@ mod tests {
             assert_eq!((l.o.splits, l.o.out_f32), (1, false), "attn_out is a BF16 segment border");
             assert_eq!(l.router.releases, tokens <= 1024);
             assert_eq!(l.router.topk_behind, (65..=128).contains(&tokens));
+            assert_eq!(l.router.boundary, tokens == 1);
             match l.router.form {
                 RouterForm::Rows => assert!(tokens <= 5 && l.router.splits == 16),
                 RouterForm::Tiled => assert!(tokens > 5 && (1..=32).contains(&l.router.splits)),

@@ -44,6 +44,9 @@ struct AttentionPart<'a> {
 /// The model's query factor (5.4730064863875 rounded to FP32) times the head's scale.
 const SOFTMAX_SCALE: f32 = 5.473_006_2 / 8.0;
 
+/// Parts of `ffn_input` that `boundary_topk` writes, a CTA each (moe/boundary_router.cuh).
+const BOUNDARY_PARTS: i32 = 8;
+
 impl Step<'_> {
     /// Tells a caller who measures. In a debugging plan, names the operation (the last name is the one that
     /// hangs), waits for it, and names it in the error if it failed.
@@ -83,6 +86,7 @@ impl Step<'_> {
             tile_n: d.tile_n as i32,
             tile_rows: d.tile_rows as i32,
             ready: std::ptr::null(),
+            ready_at: 1,
         }
     }
 
@@ -299,10 +303,9 @@ impl Step<'_> {
         }
     }
 
-    /// Top 8, their weights, and the local routes by expert.
-    pub fn router_topk(&self) -> Result<()> {
+    fn topk_params(&self) -> RouterTopkParams {
         let (a, s) = (&self.args, &self.scratch);
-        let params = RouterTopkParams {
+        RouterTopkParams {
             logits: s.logits as *const f32,
             bias: self.weights.router_bias.ptr() as *const f32,
             local_start: a.local_start as *const i32,
@@ -318,9 +321,49 @@ impl Step<'_> {
             tokens: self.tokens(),
             splits: self.plan.launches.router.splits as i32,
             behind: self.plan.launches.router.topk_behind as i32,
-        };
+        }
+    }
+
+    /// Top 8, their weights, and the local routes by expert.
+    pub fn router_topk(&self) -> Result<()> {
+        let params = self.topk_params();
         // SAFETY: as in `qkv_gate`.
         self.launched("router_topk", unsafe { bridge::router_topk(&params, &self.launch) })
+    }
+
+    fn boundary_router_params(&self) -> BoundaryRouterParams {
+        let (a, w, splits) = (&self.args, &self.weights, self.plan.launches.router.splits);
+        let logits = u64::from(splits * 2 * m::EXPERTS);
+        BoundaryRouterParams {
+            stream: a.stream as *const f32,
+            branch: a.attn_out as *const _,
+            alpha: w.attn_alpha.ptr() as *const f32,
+            beta: w.attn_beta.ptr() as *const f32,
+            norm_weight: w.pre_ffn_norm.ptr() as *const f32,
+            weight: w.router.ptr() as *const f32,
+            logits: self.scratch.logits as *mut f32,
+            sums: (self.scratch.logits + 4 * logits) as *mut f32,
+            stream_out: a.stream_after_attn as *mut f32,
+            ffn_input: a.ffn_input as *mut _,
+            splits: splits as i32,
+            ready: self.ready(),
+        }
+    }
+
+    /// `attn_boundary` and `router` without their norms, which are factors (one token): logits of both addends of the
+    /// stream, FP32 `[splits][2, 256]`, and the sums that the factors are made of.
+    pub fn boundary_router(&self) -> Result<()> {
+        let params = self.boundary_router_params();
+        let launch = self.behind_collective(2 * self.plan.key.tokens * m::HIDDEN);
+        // SAFETY: as in `qkv_gate`.
+        self.launched("boundary_router", unsafe { bridge::boundary_router(&params, &launch) })
+    }
+
+    /// The norms' factors, then the outputs of `attn_boundary` and of `router_topk`.
+    pub fn boundary_topk(&self) -> Result<()> {
+        let (topk, boundary) = (self.topk_params(), self.boundary_router_params());
+        // SAFETY: as in `qkv_gate`.
+        self.launched("boundary_topk", unsafe { bridge::boundary_topk(&topk, &boundary, &self.launch) })
     }
 
     /// The first plane of `ffn_input` to FP32 splits of `[T, 4096]`.
@@ -328,7 +371,9 @@ impl Step<'_> {
         let d = &self.plan.launches.pooler;
         let stride = (self.plan.ffn_planes() * m::HIDDEN) as i32;
         let params = self.dense(d, &self.weights.pooler, self.args.ffn_input, stride, self.scratch.pooled);
-        let params = DenseParams { ready: self.ready(), ..params };
+        // Each CTA of `boundary_topk` that writes a part adds one; a router sets one.
+        let ready_at = if self.plan.launches.router.boundary { BOUNDARY_PARTS } else { 1 };
+        let params = DenseParams { ready: self.ready(), ready_at, ..params };
         // SAFETY: as in `qkv_gate`.
         self.launched("pooler", unsafe { bridge::pooler(&params, &self.launch) })
     }

@@ -58,6 +58,7 @@ macro_rules! params {
     (@id RouterParams) => { type_id!("msl::RouterParams") };
     (@id RouterTiledParams) => { type_id!("msl::RouterTiledParams") };
     (@id RouterTopkParams) => { type_id!("msl::RouterTopkParams") };
+    (@id BoundaryRouterParams) => { type_id!("msl::BoundaryRouterParams") };
     (@id PreExpertNormParams) => { type_id!("msl::PreExpertNormParams") };
     (@id ExpertGemmParams) => { type_id!("msl::ExpertGemmParams") };
     (@id CombineParams) => { type_id!("msl::CombineParams") };
@@ -91,6 +92,7 @@ params! {
         tile_n: i32,
         tile_rows: i32,
         ready: *const u32,
+        ready_at: i32,
     }
     /// `msl::QkNormRopeAppendParams`.
     struct QkNormRopeAppendParams {
@@ -229,6 +231,21 @@ params! {
         tokens: i32,
         splits: i32,
         behind: i32,
+    }
+    /// `msl::BoundaryRouterParams`.
+    struct BoundaryRouterParams {
+        stream: *const f32,
+        branch: *const c_void,
+        alpha: *const f32,
+        beta: *const f32,
+        norm_weight: *const f32,
+        weight: *const f32,
+        logits: *mut f32,
+        sums: *mut f32,
+        stream_out: *mut f32,
+        ffn_input: *mut c_void,
+        splits: i32,
+        ready: *mut u32,
     }
     /// `msl::PreExpertNormParams`.
     struct PreExpertNormParams {

@@ -90,14 +90,18 @@ fn operations(plan: &Plan) -> Vec<(&'static str, &'static str, String)> {
     if !l.attention.tiled || l.short_attention.is_some() {
         list.push(("out_norm_gate", "attention/out_norm_gate.cuh", none()));
     }
+    list.push(with("o", dense(&l.o)));
     let (topk, pooler) = (("router_topk", "moe/router_topk*.cuh", none()), with("pooler", dense(&l.pooler)));
-    let [first, second] = if r.topk_behind { [pooler, topk] } else { [topk, pooler] };
+    if r.boundary {
+        list.push(("boundary_router", "moe/boundary_router.cuh", router.1));
+        list.push(("boundary_topk", "moe/boundary_router.cuh", none()));
+        list.push(pooler);
+    } else {
+        list.push(("attn_boundary", "residual/boundary*.cuh", none()));
+        list.push(with("router", router));
+        list.extend(if r.topk_behind { [pooler, topk] } else { [topk, pooler] });
+    }
     list.extend([
-        with("o", dense(&l.o)),
-        ("attn_boundary", "residual/boundary*.cuh", none()),
-        with("router", router),
-        first,
-        second,
         ("pre_expert_norm", "moe/pre_expert_norm*.cuh", none()),
         with("w13", experts(1)),
         with("w2", experts(e.w2_splits)),

@@ -82,6 +82,12 @@ pub fn cost(config: &LayerConfig, plan: &Plan, load: Load, keys: Keys, operation
         },
         // Ids, weights and places of the routes out.
         "router_topk" => bytes(logits + tokens * top_k * 12.0),
+        // Both rows of logits; the boundary's inputs are read by both.
+        "boundary_router" => Cost {
+            bytes: 4.0 * experts * hidden + tokens * hidden * (4.0 + 2.0) + 2.0 * logits,
+            flops: 4.0 * tokens * experts * hidden,
+        },
+        "boundary_topk" => bytes(2.0 * logits + tokens * (hidden * (4.0 + 2.0 + 4.0 + 2.0) + top_k * 12.0)),
         "pooler" => dense(&l.pooler),
         "pre_expert_norm" => bytes(out(&l.pooler) + route),
         "w13" => Cost { bytes: 2.0 * weight + 2.0 * route, flops: 4.0 * load.routes * dim * dim },
@@ -100,14 +106,13 @@ mod tests {
     use crate::bench::{cases, floor};
     use muse_spark_layer::WeightKind;
 
-    const OPERATIONS: [&str; 14] = [
+    const OPERATIONS: [&str; 13] = [
         "qkv_gate",
         "append_attention",
         "out_norm_gate",
         "o",
-        "attn_boundary",
-        "router",
-        "router_topk",
+        "boundary_router",
+        "boundary_topk",
         "pooler",
         "pre_expert_norm",
         "w13",
