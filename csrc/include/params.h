@@ -168,7 +168,7 @@ struct RouterTopkParams {
   const int32_t* num_tokens_non_padded;  // [1] or null: tokens at or past it take no local route
   int32_t tokens;
   int32_t splits;
-  int32_t behind;              // 1 (65 to 512 tokens): launched behind the pooler, not before it
+  int32_t behind;              // 1 (65 to 128 tokens): launched behind the pooler, not before it
 };
 
 // boundary_router, boundary_topk: attn_boundary and router of one token (moe/boundary_router.cuh).
