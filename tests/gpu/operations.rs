@@ -1,12 +1,12 @@
 //! Each operation against the CPU's, computed from the GPU's own previous result, so that a fault shows at
 //! the operation that has it. Bounds are what the operation's own roundings amount to.
 
-use crate::harness::{assert_rows, gpu, relative_l2, spec, step_key, DeviceStep, Reference, Run};
+use crate::harness::{assert_rows, gpu, relative_l2, spec, step_key, DeviceStep, Gpu, Reference, Run};
 use crate::memory::Scratch;
 use half::bf16;
 use muse_spark_layer::backend::cpu::{self, attn_boundary as cpu_attn_boundary, AttnBoundary, StepOutput, TapValues};
 use muse_spark_layer::routing::{route_score, ExpertLists};
-use muse_spark_layer::synthetic::StepSpec;
+use muse_spark_layer::synthetic::{StepSpec, SyntheticStep};
 use muse_spark_layer::{LayerKind, Plan, PlanKey, QueryPrecision, Stream};
 use rstest::rstest;
 use std::collections::HashSet;
@@ -226,8 +226,16 @@ fn pooler_goes_beside_the_routing(
     }
 }
 
-/// boundary_router and boundary_topk: what the three launches give that they stand for, but for the order of sums; and
-/// where the branch cancels the stream, the sum of squares is taken itself.
+/// The step by this plan, in scratch of its own that must stay intact.
+fn run_by(gpu: &Gpu, plan: &Plan, on: &DeviceStep, step: &SyntheticStep) {
+    on.overwrite(step);
+    let mut scratch = Scratch::new(gpu, plan);
+    gpu.forward(plan, scratch.workspace(), on, Stream::LEGACY);
+    gpu.device.synchronize().expect("the step");
+    scratch.intact();
+}
+
+/// boundary_router and boundary_topk: what the three launches give that they stand for, but for the order of sums.
 #[rstest]
 fn boundary_folds_into_router(
     #[values("decode-1", "decode-1-empty")] name: &str,
@@ -241,11 +249,7 @@ fn boundary_folds_into_router(
     assert!(std::mem::replace(&mut launches.router.boundary, false), "one token folds the boundary");
     let apart = Plan::with_launches(folded.key.clone(), launches, folded.sm_count);
     let run = |plan: &Plan| {
-        on.overwrite(&step);
-        let mut scratch = Scratch::new(&gpu, plan);
-        gpu.forward(plan, scratch.workspace(), &on, Stream::LEGACY);
-        gpu.device.synchronize().expect("the step");
-        scratch.intact();
+        run_by(&gpu, plan, &on, &step);
         on.output(&gpu)
     };
     let (got, want) = (run(&folded), run(&apart));
@@ -271,11 +275,7 @@ fn append_folds_into_decode(
     assert!(std::mem::replace(&mut launches.attention.append, false), "decode folds the append");
     let apart = Plan::with_launches(folded.key.clone(), launches, folded.sm_count);
     let run = |plan: &Plan| {
-        on.overwrite(&step);
-        let mut scratch = Scratch::new(&gpu, plan);
-        gpu.forward(plan, scratch.workspace(), &on, Stream::LEGACY);
-        gpu.device.synchronize().expect("the step");
-        scratch.intact();
+        run_by(&gpu, plan, &on, &step);
         on.results()
     };
     assert!(run(&folded) == run(&apart), "one launch and two give different bits");
