@@ -234,7 +234,6 @@ pub struct RouterPlan {
     /// Whether the top 8 are launched behind the pooler, whose CTAs leave them room, instead of before it.
     pub topk_behind: bool,
     /// Whether it and the top 8 do the work of `attn_boundary` too (one token, no taps).
-    #[serde(default)]
     pub boundary: bool,
 }
 

@@ -95,6 +95,7 @@ pub fn bytes_bar(bytes: u64) -> ProgressBar {
 
 /// Root mean square in FP64.
 pub fn rms(values: &[f32]) -> f64 {
+    // Not `sum()`, which is -0 for no values.
     let squares = values.iter().fold(0.0, |sum, v| sum + f64::from(*v).powi(2));
     (squares / values.len().max(1) as f64).sqrt()
 }
